@@ -1,0 +1,86 @@
+"""Read the file that `--kv-eviction-trace` writes: one JSON line per eviction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.oracle.visibility import Eviction
+
+
+@dataclass(frozen=True)
+class TraceLine:
+    """One eviction of one request.
+
+    `epoch` counts the request's preemptions: each starts from an empty cache, and recomputes. `resident` are the
+    logical pages held before this eviction, ascending; `scores` are theirs in the same order, or None where the policy
+    keeps none. `pages` are the resident pages that became holes.
+    """
+
+    request: str
+    epoch: int
+    num_computed_tokens: int
+    pages: tuple[int, ...]
+    resident: tuple[int, ...]
+    scores: tuple[float, ...] | None
+    reason: str
+
+    def validate(self) -> None:
+        if list(self.resident) != sorted(set(self.resident)):
+            raise ValueError(f"resident pages are not ascending: {self}")
+        if not self.pages or not set(self.pages) <= set(self.resident):
+            raise ValueError(f"evicted pages are not among the resident ones: {self}")
+        if self.scores is not None and len(self.scores) != len(self.resident):
+            raise ValueError(f"{len(self.scores)} scores for {len(self.resident)} resident pages: {self}")
+
+    def score_of(self) -> dict[int, float]:
+        """Score per resident logical page."""
+        if self.scores is None:
+            raise ValueError(f"no scores in this line: {self}")
+        return dict(zip(self.resident, self.scores, strict=True))
+
+
+def _line(text: str) -> TraceLine:
+    fields = json.loads(text)
+    scores = fields["scores"]
+    line = TraceLine(
+        request=fields["request"],
+        epoch=fields["epoch"],
+        num_computed_tokens=fields["num_computed_tokens"],
+        pages=tuple(fields["pages"]),
+        resident=tuple(fields["resident"]),
+        scores=None if scores is None else tuple(scores),
+        reason=fields["reason"],
+    )
+    line.validate()
+    return line
+
+
+def read_trace(path: Path | str, request_id: str | None = None) -> dict[str, list[TraceLine]]:
+    """Return the lines of each request in the order written; with `request_id`, of that one alone (maybe none).
+
+    Raises ValueError if a page is evicted that the lines before it had already evicted, or time runs backwards.
+    """
+    lines_of: dict[str, list[TraceLine]] = {} if request_id is None else {request_id: []}
+    for text in Path(path).read_text().splitlines():
+        line = _line(text)
+        if request_id is None or line.request == request_id:
+            lines_of.setdefault(line.request, []).append(line)
+    for lines in lines_of.values():
+        _validate_history(lines)
+    return lines_of
+
+
+def _validate_history(lines: list[TraceLine]) -> None:
+    for before, after in zip(lines, lines[1:], strict=False):
+        if (after.epoch, after.num_computed_tokens) < (before.epoch, before.num_computed_tokens):
+            raise ValueError(f"time runs backwards: {before} then {after}")
+        if after.epoch == before.epoch and (back := set(before.pages) & set(after.resident)):
+            raise ValueError(f"pages {sorted(back)} were evicted but are resident again: {before} then {after}")
+
+
+def evictions_of(lines: Iterable[TraceLine], epoch: int = 0) -> tuple[Eviction, ...]:
+    """Return the eviction schedule of one epoch of one request."""
+    return tuple(Eviction(line.num_computed_tokens, line.pages) for line in lines if line.epoch == epoch)
