@@ -1,0 +1,64 @@
+# `make help` lists the targets. Every target sets up what it needs; see deploy/setup/setup.sh.
+
+MODEL ?=
+POLICY ?= h2o
+BUDGET ?=
+PORT ?= 8000
+ARGS ?=
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help serve demo test test-all lint format bench model setup lock clean distclean
+
+BIN := .venv/bin
+export PYTHON DEVICE
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@echo
+	@echo "Variables of serve: MODEL (default: the embedded one), POLICY (h2o), BUDGET (tokens), PORT (8000),"
+	@echo "ARGS (further options of vllm serve). Of every target: PYTHON (a Python 3.11), DEVICE (cpu or gpu)."
+
+serve: setup ## Serve a model on 127.0.0.1:8000 with KV cache eviction
+	@exec $(BIN)/vllm-evict serve --port $(PORT) --policy $(POLICY) \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(BUDGET),--budget $(BUDGET)) -- $(ARGS)
+
+demo: setup ## Serve on a free port, send a long prompt and a chat, show what was evicted, stop
+	@exec $(BIN)/python examples/demo.py $(ARGS)
+
+test: setup-dev lint model ## Lint and run the tests
+	$(BIN)/pytest tests -m "not slow and not gpu" $(ARGS)
+
+test-all: setup-dev lint model ## The same with the slow tests
+	$(BIN)/pytest tests -m "not gpu" $(ARGS)
+
+lint: setup-dev ## Check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup-dev ## Rewrite the files in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## Measure what eviction costs
+	@exec $(BIN)/vllm-evict bench overhead $(ARGS)
+
+model: setup ## Prepare the embedded model and print its folder
+	@$(BIN)/vllm-evict model
+
+setup: ## Set up .venv
+	@deploy/setup/setup.sh run
+
+.PHONY: setup-dev
+setup-dev:
+	@deploy/setup/setup.sh dev
+
+lock: setup ## Write the locks of pinned packages anew
+	deploy/setup/locks/update.sh
+
+clean: ## Remove caches and build output
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis deploy/setup/vllm-name/{build,*.egg-info}
+	find . -path ./.venv -prune -o -path ./.bootstrap -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## Remove .venv as well (the model stays in its cache)
+	rm -rf .venv .bootstrap *.egg-info
