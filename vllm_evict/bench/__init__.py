@@ -1,0 +1,1 @@
+"""Benchmarks: what the plugin costs and what it brings."""

@@ -1,0 +1,188 @@
+"""Every knob of KV eviction, its limits, and the message when it is wrong.
+
+One frozen pydantic model stands behind the command line, the JSON flag,
+``VllmConfig.additional_config["kv_eviction"]`` and ``LLM(additional_config=...)``.
+
+Nothing here imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from vllm_evict.pages import PageBudget, pages_for
+from vllm_evict.policies import POLICIES, EvictionPolicy, get_policy
+from vllm_evict.scores.aggregate import SCORE_KINDS
+
+CONFIG_KEY = "kv_eviction"
+"""Key of ``VllmConfig.additional_config`` that holds the configuration."""
+
+POLICY_NAMES = ("none", *POLICIES)
+DEFAULT_BUDGET_TOKENS = 2048
+DEFAULT_SINK_TOKENS = 4
+DEFAULT_PREFILL_QUERIES = 64
+DEFAULT_SCORE_EVERY = 4
+MAX_TOKENS = 2**31 - 1
+
+_Tokens = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)]
+
+
+class EvictionConfigError(ValueError):
+    """A setting of KV eviction is wrong. The message is one line for the user."""
+
+
+def flag_name(field: str) -> str:
+    """The command-line flag of a field: ``policy`` is ``--kv-eviction`` itself."""
+    return "--kv-eviction" if field == "policy" else "--kv-eviction-" + field.replace("_", "-")
+
+
+class EvictionConfig(BaseModel):
+    """Settings of KV eviction. Lengths are in tokens; they are rounded up to whole pages.
+
+    Args:
+        policy: which pages to keep. ``none`` leaves vLLM as it is.
+        budget: tokens a request may keep resident.
+        sink: first tokens that are never evicted (attention sinks, StreamingLLM,
+            arXiv 2309.17453).
+        recent: newest tokens that are never evicted. Default: half of the budget
+            where scores choose (h2o, random), the rest of the budget for streaming.
+        score: how a page's attention mass becomes its H2O score (arXiv 2306.14048).
+            See :mod:`vllm_evict.scores.aggregate`.
+        prefill_queries: queries observed at the end of each prefill chunk, or
+            ``all`` (exact, and slow on long chunks).
+        score_every: a decode query is observed every this many tokens of its request.
+        trace: file that gets one JSON line per eviction.
+        seed: seed of the ``random`` policy.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: str = "none"
+    budget: _Tokens = DEFAULT_BUDGET_TOKENS
+    sink: _Tokens = DEFAULT_SINK_TOKENS
+    recent: _Tokens | None = None
+    score: str = "distant-mean"
+    prefill_queries: _Tokens | Literal["all"] = DEFAULT_PREFILL_QUERIES
+    score_every: Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)] = DEFAULT_SCORE_EVERY
+    trace: str | None = None
+    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)] = 0
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        return _one_of(value, POLICY_NAMES)
+
+    @field_validator("score")
+    @classmethod
+    def _known_score(cls, value: str) -> str:
+        return _one_of(value, SCORE_KINDS)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is to be done at all."""
+        return self.policy != "none"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether requests are held to the budget (``keep-all`` holds them to nothing)."""
+        return self.enabled and POLICIES[self.policy].evicts
+
+    @property
+    def recent_tokens(self) -> int:
+        """The recent window in tokens, default filled in."""
+        if self.recent is not None:
+            return self.recent
+        if self.policy == "streaming":
+            return max(self.budget - self.sink, 1)
+        return max(self.budget // 2, 1)
+
+    @property
+    def distant_tokens(self) -> int:
+        """How far behind a page a query must stand for ``distant-mean``: half the recent window."""
+        return max(self.recent_tokens // 2, 1)
+
+    def make_policy(self) -> EvictionPolicy:
+        """The policy object, ready to plan."""
+        return get_policy(self.policy, **({"seed": self.seed} if self.policy == "random" else {}))
+
+    def page_budget(self, page_tokens: int) -> PageBudget:
+        """The budget in whole pages of ``page_tokens`` tokens.
+
+        Raises:
+            EvictionConfigError: the budget cannot hold sinks and recent window.
+
+        """
+        sink_pages = pages_for(self.sink, page_tokens)
+        if not self.bounded:
+            return PageBudget(page_tokens, None, sink_pages, 1)
+        budget_pages = pages_for(self.budget, page_tokens)
+        recent_pages = max(pages_for(self.recent_tokens, page_tokens), 1)
+        if self.recent is None:
+            # A default yields to the sinks and to rounding; only what was asked for is an error.
+            recent_pages = max(min(recent_pages, budget_pages - sink_pages), 1)
+        needed_pages = sink_pages + recent_pages
+        if needed_pages > budget_pages:
+            raise EvictionConfigError(
+                f"{flag_name('budget')} {self.budget} is too small: with pages of {page_tokens} "
+                f"tokens, {flag_name('sink')} {self.sink} takes {sink_pages} page(s) and the "
+                f"recent window of {self.recent if self.recent is not None else 1} token(s) "
+                f"{recent_pages}. Set {flag_name('budget')} to at least "
+                f"{needed_pages * page_tokens}, or lower {flag_name('sink')} or "
+                f"{flag_name('recent')}."
+            )
+        return PageBudget(page_tokens, budget_pages, sink_pages, recent_pages)
+
+
+def parse_config(values: Any) -> EvictionConfig:
+    """Build an :class:`EvictionConfig` from a mapping (or return one given).
+
+    Raises:
+        EvictionConfigError: one line naming the setting, the value and what is allowed.
+
+    """
+    if isinstance(values, EvictionConfig):
+        return values
+    if not isinstance(values, dict):
+        raise EvictionConfigError(
+            f"{CONFIG_KEY} must be a JSON object of settings "
+            f"({', '.join(EvictionConfig.model_fields)}), got {values!r}."
+        )
+    try:
+        return EvictionConfig(**values)
+    except ValidationError as error:
+        raise EvictionConfigError(_one_line(error)) from None
+
+
+def _one_of(value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"choose one of {', '.join(allowed)}")
+    return value
+
+
+def _one_line(error: ValidationError) -> str:
+    """The first pydantic complaint, said with flag, value and range."""
+    first = error.errors()[0]
+    field = str(first["loc"][0]) if first["loc"] else CONFIG_KEY
+    if first["type"] == "extra_forbidden":
+        return (
+            f"unknown setting {field!r} in {CONFIG_KEY}; "
+            f"known settings: {', '.join(EvictionConfig.model_fields)}."
+        )
+    if first["type"] == "value_error":
+        allowed = str(first["ctx"]["error"])
+    elif field == "trace":
+        allowed = "give the path of a file"
+    elif field == "prefill_queries":
+        allowed = f"give a whole number of queries from 0 to {MAX_TOKENS}, or 'all'"
+    elif field == "score_every":
+        allowed = f"give a whole number of decode steps from 1 to {MAX_TOKENS}"
+    elif field in ("policy", "score"):
+        allowed = "give a name"
+    elif field == "seed":
+        allowed = f"give a whole number from 0 to {MAX_TOKENS}"
+    else:
+        allowed = f"give a whole number of tokens from 0 to {MAX_TOKENS}"
+    return f"{flag_name(field)} got {first['input']!r}: {allowed}."

@@ -1,0 +1,1 @@
+"""Attention backends that read resident pages and report page mass."""

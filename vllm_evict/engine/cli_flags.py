@@ -1,0 +1,166 @@
+"""The ``--kv-eviction*`` flags of ``vllm serve`` and ``vllm bench``, and their way into the config.
+
+Adding flags is the one thing vLLM has no hook for; ``compat`` wraps the three
+methods of ``EngineArgs`` and calls the functions here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from vllm_evict.config import (
+    CONFIG_KEY,
+    DEFAULT_BUDGET_TOKENS,
+    DEFAULT_PREFILL_QUERIES,
+    DEFAULT_SCORE_EVERY,
+    DEFAULT_SINK_TOKENS,
+    MAX_TOKENS,
+    POLICY_NAMES,
+    EvictionConfigError,
+    flag_name,
+    parse_config,
+)
+from vllm_evict.scores.aggregate import SCORE_KINDS
+
+_DEST_PREFIX = "kv_eviction_"
+_FLAG_FIELDS = (
+    "policy",
+    "budget",
+    "sink",
+    "recent",
+    "score",
+    "prefill_queries",
+    "score_every",
+    "trace",
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the group "KV eviction". Idempotent."""
+    if any(action.dest == _DEST_PREFIX + "policy" for action in parser._actions):
+        return
+    group = parser.add_argument_group(
+        "KV eviction",
+        "Keep each request's KV cache within a budget by evicting whole pages (vllm-evict).",
+    )
+
+    def add(field: str, **kwargs: Any) -> None:
+        # No default: absent flags must not override --kv-eviction-config.
+        group.add_argument(
+            flag_name(field), dest=_DEST_PREFIX + field, default=None, **kwargs
+        )
+
+    add(
+        "policy",
+        choices=POLICY_NAMES,
+        help="Which pages to keep: streaming (first tokens and recent window), h2o (pages that "
+        "later tokens attend to, and both of these), random and keep-all (controls), none "
+        "(default: the plugin is inert).",
+    )
+    add(
+        "budget",
+        type=_whole_number(0),
+        metavar="TOKENS",
+        help=f"Tokens a request may keep resident (default: {DEFAULT_BUDGET_TOKENS}).",
+    )
+    add(
+        "sink",
+        type=_whole_number(0),
+        metavar="TOKENS",
+        help=f"First tokens that are never evicted (default: {DEFAULT_SINK_TOKENS}).",
+    )
+    add(
+        "recent",
+        type=_whole_number(0),
+        metavar="TOKENS",
+        help="Newest tokens that are never evicted (default: half of the budget; for streaming "
+        "the rest of the budget).",
+    )
+    add(
+        "score",
+        choices=SCORE_KINDS,
+        help="h2o: how attention becomes a page's score (default: distant-mean; sum is the "
+        "paper's).",
+    )
+    add(
+        "prefill_queries",
+        type=_whole_number(0, word="all"),
+        metavar="N|all",
+        help="h2o: queries observed at the end of each prefill chunk "
+        f"(default: {DEFAULT_PREFILL_QUERIES}; all is exact and slow).",
+    )
+    add(
+        "score_every",
+        type=_whole_number(1),
+        metavar="N",
+        help=f"h2o: observe every N-th decoded token (default: {DEFAULT_SCORE_EVERY}).",
+    )
+    add("trace", metavar="FILE", help="Append one JSON line per eviction to FILE.")
+    group.add_argument(
+        "--kv-eviction-config",
+        dest=_DEST_PREFIX + "config",
+        default=None,
+        type=_json_object,
+        metavar="JSON",
+        help="The same settings as one JSON object; single flags win over it.",
+    )
+
+
+def settings_from_args(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The settings given on the command line, checked; None if there are none."""
+    settings = dict(getattr(args, _DEST_PREFIX + "config", None) or {})
+    for field in _FLAG_FIELDS:
+        value = getattr(args, _DEST_PREFIX + field, None)
+        if value is not None:
+            settings[field] = value
+    if not settings:
+        return None
+    try:
+        parse_config(settings)
+    except EvictionConfigError as error:
+        # As argparse does for a bad flag: one line, exit code 2, no traceback.
+        print(f"vllm: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return settings
+
+
+def merge_settings(additional_config: Any, settings: dict[str, Any] | None) -> Any:
+    """``additional_config`` with the command line's settings put over its own."""
+    if settings is None:
+        return additional_config
+    merged = dict(additional_config or {})
+    merged[CONFIG_KEY] = {**merged.get(CONFIG_KEY, {}), **settings}
+    return merged
+
+
+def _whole_number(least: int, word: str | None = None):
+    """An argparse type: a whole number in ``[least, MAX_TOKENS]``, or ``word``."""
+
+    def convert(text: str) -> int | str:
+        if word is not None and text == word:
+            return text
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= MAX_TOKENS:
+            wanted = f"give a whole number from {least} to {MAX_TOKENS}"
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: {wanted}" + (f" or {word!r}" if word is not None else "")
+            )
+        return value
+
+    return convert
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a JSON object")
+    return value

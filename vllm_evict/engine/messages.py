@@ -1,0 +1,76 @@
+"""What scheduler and worker tell each other about eviction, once a step.
+
+Both ride as one attribute on vLLM's own objects, which pickle their ``__dict__``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+_ATTRIBUTE = "kv_eviction"
+
+
+@dataclass(frozen=True)
+class EvictionUpdate:
+    """Scheduler to worker, on the ``SchedulerOutput``.
+
+    Args:
+        holes: ``{request id: logical pages evicted since the last step}``; for a
+            request that (re)starts in this step, all of its holes.
+        wanted: ``{request id: preemption epoch}``, requests whose scores the
+            scheduler needs after this step.
+
+    """
+
+    holes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    wanted: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PageScores:
+    """Scores of one request's resident pages.
+
+    Args:
+        epoch: times the request had been preempted when the scores were asked for.
+        pages: int32 ``[n]`` logical pages, ascending.
+        scores: float64 ``[n]``, higher = keep, NaN = not judged yet.
+
+    """
+
+    epoch: int
+    pages: np.ndarray
+    scores: np.ndarray
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """Worker to scheduler, on the ``ModelRunnerOutput``: ``{request id: its scores}``."""
+
+    scores: dict[str, PageScores]
+
+
+def attach_update(output: SchedulerOutput, update: EvictionUpdate) -> None:
+    """Put ``update`` on the scheduler's output."""
+    setattr(output, _ATTRIBUTE, update)
+
+
+def update_of(output: SchedulerOutput) -> EvictionUpdate | None:
+    """The update on ``output``; None where another scheduler made it."""
+    return getattr(output, _ATTRIBUTE, None)
+
+
+def attach_report(output: ModelRunnerOutput, report: ScoreReport) -> None:
+    """Put ``report`` on the runner's output (never on vLLM's shared empty one)."""
+    setattr(output, _ATTRIBUTE, report)
+
+
+def report_of(output: ModelRunnerOutput) -> ScoreReport | None:
+    """The report on ``output``, if any."""
+    return getattr(output, _ATTRIBUTE, None)

@@ -1,0 +1,128 @@
+"""The workers' side of the bookkeeping: which blocks each request still holds, in order.
+
+Fed from ``SchedulerOutput`` alone, so it does not depend on the model runner.
+State is keyed by request id, never by batch row, and the work per step depends on
+resident pages only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_evict.engine.messages import EvictionUpdate
+from vllm_evict.scores.aggregate import PageMass
+
+
+@dataclass
+class ResidentRequest:
+    """One request's resident pages.
+
+    Args:
+        pages: int32 ``[n]`` logical pages, ascending.
+        block_ids: int32 ``[n]`` the block that holds each.
+        num_pages: logical pages so far, holes included.
+        num_computed_tokens: tokens before this step (positions of its queries start here).
+        num_scheduled_tokens: tokens of this step; 0 if it sits the step out.
+        mass: attention mass of the same ``n`` pages, if scores are kept.
+
+    """
+
+    pages: np.ndarray
+    block_ids: np.ndarray
+    num_pages: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int = 0
+    mass: PageMass | None = None
+
+    @property
+    def num_holes(self) -> int:
+        """Logical pages that are gone."""
+        return self.num_pages - len(self.pages)
+
+    def append(self, block_ids: Sequence[int]) -> None:
+        """New pages at the end."""
+        num_new = len(block_ids)
+        self.pages = np.append(
+            self.pages, np.arange(self.num_pages, self.num_pages + num_new, dtype=np.int32)
+        )
+        self.block_ids = np.append(self.block_ids, np.asarray(block_ids, dtype=np.int32))
+        self.num_pages += num_new
+        if self.mass is not None:
+            self.mass.append(num_new)
+
+    def punch(self, holes: Sequence[int]) -> None:
+        """Drop the logical pages in ``holes``; each must be resident."""
+        kept = ~np.isin(self.pages, np.asarray(holes, dtype=np.int32), assume_unique=True)
+        assert len(kept) - kept.sum() == len(holes), "a hole names a page that is not resident"
+        self.pages = self.pages[kept]
+        self.block_ids = self.block_ids[kept]
+        if self.mass is not None:
+            self.mass.keep(kept)
+
+
+class ResidentTable:
+    """All live requests of one KV cache group.
+
+    Args:
+        group_id: index of the group in ``block_ids`` tuples.
+        make_mass: builds the accumulator of a request whose first query stands at
+            the given position; None if no scores are kept.
+
+    """
+
+    def __init__(self, group_id: int, make_mass: Callable[[int], PageMass] | None) -> None:
+        self._group_id = group_id
+        self._make_mass = make_mass
+        self._requests: dict[str, ResidentRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, request_id: str) -> ResidentRequest:
+        return self._requests[request_id]
+
+    def apply(self, output: SchedulerOutput, update: EvictionUpdate) -> None:
+        """Follow the scheduler through one step, before the step's forward pass."""
+        for request_id in output.finished_req_ids | (output.preempted_req_ids or set()):
+            self._requests.pop(request_id, None)
+        scheduled = output.num_scheduled_tokens
+        started = set()
+        for new in output.scheduled_new_reqs:
+            started.add(new.req_id)
+            self._start(new.req_id, new.block_ids, new.num_computed_tokens, update)
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            block_ids = cached.new_block_ids[i]
+            num_computed_tokens = cached.num_computed_tokens[i]
+            if request_id in cached.resumed_req_ids:
+                started.add(request_id)
+                self._start(request_id, block_ids, num_computed_tokens, update)
+                continue
+            request = self._requests[request_id]
+            request.num_computed_tokens = num_computed_tokens
+            if block_ids is not None and block_ids[self._group_id]:
+                request.append(block_ids[self._group_id])
+        for request_id, holes in update.holes.items():
+            if request_id not in started:
+                self._requests[request_id].punch(holes)
+        for request_id, request in self._requests.items():
+            request.num_scheduled_tokens = scheduled.get(request_id, 0)
+
+    def _start(
+        self,
+        request_id: str,
+        block_ids: tuple[list[int], ...],
+        num_computed_tokens: int,
+        update: EvictionUpdate,
+    ) -> None:
+        empty = np.empty(0, dtype=np.int32)
+        mass = self._make_mass(num_computed_tokens) if self._make_mass is not None else None
+        request = ResidentRequest(empty, empty, 0, num_computed_tokens, mass=mass)
+        request.append(block_ids[self._group_id])
+        if request_id in update.holes:
+            request.punch(update.holes[request_id])
+        self._requests[request_id] = request

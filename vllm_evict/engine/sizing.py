@@ -1,0 +1,57 @@
+"""What one request may hold, against what the pool has; said once in the log."""
+
+from __future__ import annotations
+
+from vllm_evict.config import EvictionConfig, EvictionConfigError, flag_name
+from vllm_evict.engine.block_manager import EvictingBlockManager
+from vllm_evict.pages import pages_for, steady_pages
+
+
+def check_pool(evictor: EvictingBlockManager, num_blocks: int) -> None:
+    """Refuse a pool in which one request of ``max_model_len`` tokens would never finish.
+
+    Raises:
+        EvictionConfigError: with the number of pages it takes.
+
+    """
+    spec = evictor.kv_cache_spec
+    usable_pages = num_blocks - 1  # vLLM keeps one as the null block
+    if spec.budget_tokens is not None and usable_pages < spec.max_pages:
+        page_bytes = spec.page_size_bytes
+        raise EvictionConfigError(
+            f"the KV cache has {usable_pages} usable pages of {spec.block_size} tokens, and one "
+            f"request may hold {spec.max_pages} (budget {spec.budget_tokens} tokens, "
+            f"{spec.max_in_flight_tokens} tokens in flight). Give the KV cache "
+            f"{spec.max_pages + 1} pages ({page_bytes:,} bytes per page and layer), or lower "
+            f"{flag_name('budget')} or --max-num-batched-tokens."
+        )
+
+
+def startup_line(config: EvictionConfig, evictor: EvictingBlockManager, num_blocks: int) -> str:
+    """Policy, lengths in tokens and pages, bounds, and concurrency without and with eviction."""
+    spec = evictor.kv_cache_spec
+    page_tokens = spec.block_size
+    budget = config.page_budget(page_tokens)
+    usable_pages = num_blocks - 1
+    full_pages = pages_for(spec.max_request_tokens, page_tokens)
+    without = f"{usable_pages / full_pages:.2f}x requests of {spec.max_request_tokens:,} tokens"
+    if budget.budget_pages is None:
+        return (
+            f"KV eviction {config.policy}: nothing is evicted; {usable_pages} usable pages of "
+            f"{page_tokens} tokens, concurrency {without}"
+        )
+    steady = min(steady_pages(budget.budget_pages), full_pages)
+
+    def length(name: str, tokens: int, pages: int) -> str:
+        return f"{name} {tokens:,} tokens = {pages} pages"
+
+    return (
+        f"KV eviction {config.policy}: pages of {page_tokens} tokens; "
+        f"{length('budget', config.budget, budget.budget_pages)}; "
+        f"{length('sink', config.sink, budget.sink_pages)}; "
+        f"{length('recent', config.recent_tokens, budget.recent_pages)}; "
+        f"a request holds at most {steady} pages decoding, {spec.max_pages} in prefill; "
+        f"{usable_pages} usable pages: concurrency without eviction {without}, "
+        f"with eviction {usable_pages / steady:.2f}x decoding "
+        f"({usable_pages / spec.max_pages:.2f}x in prefill)"
+    )

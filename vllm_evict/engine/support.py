@@ -1,0 +1,210 @@
+"""What KV eviction does not go together with, and what to do instead.
+
+The one table behind the refusals at start-up (and the documentation of them).
+Everything not listed here is meant to work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+
+from vllm_evict.config import EvictionConfig, EvictionConfigError, flag_name
+
+TESTED_VLLM = ("0.32",)
+"""Minor versions of vLLM whose internals were read and tested."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A feature that is refused beside eviction.
+
+    Args:
+        feature: its name as a user knows it.
+        applies: whether this configuration asks for it.
+        why: what would go wrong.
+        instead: what to do.
+        policies: policies that are refused; empty = all.
+
+    """
+
+    feature: str
+    applies: Callable[[VllmConfig], bool]
+    why: str
+    instead: str
+    policies: tuple[str, ...] = ()
+
+
+def _text_config(config: VllmConfig):
+    return config.model_config.hf_text_config
+
+
+def _has_window_layers(config: VllmConfig) -> bool:
+    layer_types = getattr(_text_config(config), "layer_types", None) or ()
+    return "sliding_attention" in layer_types or config.model_config.get_sliding_window() is not None
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "a KV connector (--kv-transfer-config, --kv-offloading-size)",
+        lambda c: c.kv_transfer_config is not None,
+        "it stores pages outside vLLM's step order and would keep evicted ones",
+        "drop the connector",
+    ),
+    Refusal(
+        "speculative decoding (--speculative-config)",
+        lambda c: c.speculative_config is not None,
+        "rejected drafts move the end of a request back behind pages already gone",
+        "drop --speculative-config",
+    ),
+    Refusal(
+        "multi-head latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "its latent pages have a layout and backends of their own",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "state-space or linear-attention layers",
+        lambda c: c.model_config.is_hybrid or c.model_config.has_inner_state,
+        "their state cannot be evicted by page",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "a model without attention or a KV cache",
+        lambda c: c.model_config.is_attention_free,
+        "there is nothing to evict",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "an encoder-decoder model",
+        lambda c: c.model_config.is_encoder_decoder,
+        "cross-attention pages do not grow and are all needed",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "a pooling or embedding model",
+        lambda c: c.model_config.runner_type != "generate",
+        "it keeps no cache between steps",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "a diffusion language model",
+        lambda c: c.model_config.is_diffusion,
+        "it rewrites tokens that a page already counted as processed",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "M-RoPE (multi-axis rotary positions)",
+        lambda c: c.model_config.uses_mrope,
+        "it is not tested with holes yet",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "ALiBi",
+        lambda c: c.model_config.uses_alibi,
+        "its bias is a distance between tokens, which holes would shorten",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "reference sliding-window attention (R-SWA) or chunked local attention",
+        lambda c: (
+            c.model_config.rswa_window is not None
+            or getattr(_text_config(c), "attention_chunk_size", None) is not None
+        ),
+        "its mask counts token distances, which holes would shorten",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "sliding-window layers without the hybrid KV cache manager",
+        lambda c: (
+            bool(c.scheduler_config.disable_hybrid_kv_cache_manager) and _has_window_layers(c)
+        ),
+        "windowed and full layers then share pages, and a hole would shift the window",
+        "drop --disable-hybrid-kv-cache-manager",
+    ),
+    Refusal(
+        "a quantised KV cache (--kv-cache-dtype fp8 and others)",
+        lambda c: c.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+        "reading attention mass from quantised keys is not tested yet",
+        "use --kv-cache-dtype auto",
+    ),
+    Refusal(
+        "KV cache events (--kv-events-config)",
+        lambda c: c.kv_events_config is not None and c.kv_events_config.enable_kv_cache_events,
+        "events of evicted pages are not tested yet",
+        "drop --kv-events-config",
+    ),
+    Refusal(
+        "context parallelism (DCP, PCP)",
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1
+            or c.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "a page is then spread over ranks",
+        "set both sizes to 1",
+    ),
+    Refusal(
+        "tensor or pipeline parallelism",
+        lambda c: c.parallel_config.world_size > 1,
+        "each rank would see the attention of its own heads or layers only",
+        "use one worker per engine, or --kv-eviction streaming",
+        policies=("h2o",),
+    ),
+    Refusal(
+        "micro-batching (--enable-dbo, --ubatch-size)",
+        lambda c: c.parallel_config.use_ubatching,
+        "metadata is built per half batch, which is not tested yet",
+        "drop --enable-dbo and --ubatch-size",
+    ),
+    Refusal(
+        "fast prefill for KV sharing (--kv-sharing-fast-prefill)",
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
+        "it skips prompt tokens whose attention must be seen",
+        "drop --kv-sharing-fast-prefill",
+    ),
+    Refusal(
+        "a scheduler of your own (--scheduler-cls)",
+        lambda c: c.scheduler_config.scheduler_cls is not None,
+        "eviction brings its own subclass of vLLM's schedulers",
+        "drop --scheduler-cls",
+    ),
+    Refusal(
+        "the V2 model runner",
+        lambda c: c.use_v2_model_runner,
+        "only the V1 model runner is supported so far",
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+)
+
+
+def check_vllm_version(version: str) -> None:
+    """Refuse a vLLM whose internals nobody has checked.
+
+    Raises:
+        EvictionConfigError: ``version`` is not one of the tested ones.
+
+    """
+    if ".".join(version.split(".")[:2]) not in TESTED_VLLM:
+        raise EvictionConfigError(
+            f"KV eviction was tested with vLLM {', '.join(v + '.*' for v in TESTED_VLLM)} and this "
+            f"is vLLM {version}. Install a tested vLLM, or drop {flag_name('policy')}."
+        )
+
+
+def check_supported(vllm_config: VllmConfig, config: EvictionConfig) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        EvictionConfigError: the first unsupported combination, both sides named.
+
+    """
+    for refusal in REFUSALS:
+        if refusal.policies and config.policy not in refusal.policies:
+            continue
+        if refusal.applies(vllm_config):
+            raise EvictionConfigError(
+                f"{flag_name('policy')} {config.policy} does not work with {refusal.feature}: "
+                f"{refusal.why}. Way out: {refusal.instead}, or drop {flag_name('policy')}."
+            )

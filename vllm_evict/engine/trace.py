@@ -1,0 +1,48 @@
+"""The eviction trace: one JSON line per eviction (``--kv-eviction-trace FILE``)."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+
+from vllm_evict.pages import EvictionPlan, PageView
+
+
+class EvictionTrace:
+    """Appends to ``path``; each line is flushed, so a reader may follow it.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def write(
+        self, request_id: str, epoch: int, view: PageView, plan: EvictionPlan, reason: str
+    ) -> None:
+        """Record that ``plan`` was carried out on ``view``.
+
+        Tokens at positions ``num_computed_tokens`` and up no longer see ``pages``.
+        """
+        line = {
+            "request": request_id,
+            "epoch": epoch,
+            "num_computed_tokens": view.num_tokens,
+            "pages": list(plan.pages),
+            "reason": reason,
+            "resident": view.pages.tolist(),
+            "scores": None if view.scores is None else _json_floats(view.scores),
+        }
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _json_floats(values: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]

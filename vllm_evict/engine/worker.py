@@ -1,0 +1,73 @@
+"""The worker hook: evicting attention in the model, resident pages before each step."""
+
+from __future__ import annotations
+
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
+from vllm_evict.engine.compat import attention_backends
+from vllm_evict.engine.configure import config_of
+from vllm_evict.engine.runtime import EvictionRuntime
+from vllm_evict.engine.spec import EvictingAttentionSpec
+
+_BACKENDS = {
+    AttentionBackendEnum.CPU_ATTN: "vllm_evict.engine.attention.cpu.EvictionCPUAttentionBackend",
+}
+
+
+class EvictionWorkerMixin:
+    """Adds eviction to a vLLM worker that runs the V1 model runner."""
+
+    eviction: EvictionRuntime
+
+    def load_model(self, **kwargs) -> None:
+        with attention_backends(_BACKENDS):
+            super().load_model(**kwargs)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        # Our backend's customize_spec() reads the settings from the current config.
+        with set_current_vllm_config(self.vllm_config):
+            return super().get_kv_cache_spec()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        groups = [
+            (group_id, group)
+            for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+            if isinstance(group.kv_cache_spec, EvictingAttentionSpec)
+        ]
+        assert len(groups) == 1, "the scheduler accepts exactly one evicting group"
+        group_id, group = groups[0]
+        self.eviction = EvictionRuntime(
+            config_of(self.vllm_config),
+            group_id,
+            page_tokens=group.kv_cache_spec.block_size,
+            num_layers=len(group.layer_names),
+        )
+        for attention_group in self.model_runner.attn_groups[group_id]:
+            for builder in attention_group.metadata_builders:
+                assert isinstance(builder, ResidentPagesBuilderMixin)
+                builder.bind(self.eviction, self._request_ids)
+
+    def execute_model(self, scheduler_output: SchedulerOutput):
+        self.eviction.begin_step(scheduler_output)
+        return self._end_step(super().execute_model(scheduler_output))
+
+    def sample_tokens(self, grammar_output):
+        return self._end_step(super().sample_tokens(grammar_output))
+
+    def _end_step(self, output):
+        # None: the step goes on in sample_tokens().
+        return self.eviction.end_step(output) if isinstance(output, ModelRunnerOutput) else output
+
+    def _request_ids(self) -> list[str]:
+        return self.model_runner.input_batch.req_ids
+
+
+class EvictionCPUWorker(EvictionWorkerMixin, CPUWorker):
+    """vLLM's CPU worker, evicting."""

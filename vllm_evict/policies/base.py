@@ -1,0 +1,59 @@
+"""What all policies share: who may be evicted at all, and how many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from vllm_evict.pages import EvictionPlan, PageBudget, PageView
+
+
+@dataclass(frozen=True)
+class EvictionPolicy(ABC):
+    """Ranks pages; the base decides which of them are open to eviction.
+
+    Never evicted: sink pages, the newest ``recent_pages`` pages, pages with a
+    token that is not fully processed (so also the page being written). Of the
+    rest the lowest-ranked go first, the older first among equals, until the
+    request is within its budget.
+    """
+
+    needs_scores: ClassVar[bool] = False
+    """Whether the engine must observe attention for this policy."""
+
+    evicts: ClassVar[bool] = True
+    """False only for the control that never evicts."""
+
+    @abstractmethod
+    def rank(self, view: PageView) -> np.ndarray:
+        """float64 ``[n]`` aligned with ``view.pages``: higher = keep, NaN = too young to judge."""
+
+    def plan(self, view: PageView, budget: PageBudget) -> EvictionPlan:
+        """The pages to evict now so that ``view`` fits ``budget``.
+
+        A page nobody has judged yet (NaN) goes only when no judged page is left:
+        new pages are on trial before they compete.
+        """
+        num_victims = budget.excess_pages(len(view.pages))
+        if num_victims == 0 or not self.evicts:
+            return EvictionPlan()
+        candidates = np.flatnonzero(evictable(view, budget))
+        rank = np.nan_to_num(self.rank(view)[candidates], nan=np.inf)
+        # A stable sort over ascending pages breaks ties towards the oldest.
+        victims = candidates[np.argsort(rank, kind="stable")[:num_victims]]
+        return EvictionPlan(tuple(sorted(int(page) for page in view.pages[victims])))
+
+
+def evictable(view: PageView, budget: PageBudget) -> np.ndarray:
+    """bool ``[n]``: which of ``view.pages`` no rule protects."""
+    newest_page = (view.num_tokens - 1) // budget.page_tokens
+    first_recent_page = newest_page - budget.recent_pages + 1
+    num_processed_pages = view.num_processed_tokens // budget.page_tokens
+    return (
+        (view.pages >= budget.sink_pages)
+        & (view.pages < first_recent_page)
+        & (view.pages < num_processed_pages)
+    )

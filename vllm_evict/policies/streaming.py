@@ -1,0 +1,23 @@
+"""Keep the first tokens and the newest: StreamingLLM, by whole pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_evict.pages import PageView
+from vllm_evict.policies.base import EvictionPolicy
+
+
+@dataclass(frozen=True)
+class Streaming(EvictionPolicy):
+    """A page is worth its position, so the oldest page outside the sinks goes first.
+
+    Based on StreamingLLM (arXiv 2309.17453).
+    Differs from the paper: the unit is a page, and keys keep the rotation they
+    were written with, so positions keep growing.
+    """
+
+    def rank(self, view: PageView) -> np.ndarray:
+        return view.pages.astype(np.float64)
