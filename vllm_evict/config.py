@@ -167,10 +167,7 @@ def _one_line(error: ValidationError) -> str:
     first = error.errors()[0]
     field = str(first["loc"][0]) if first["loc"] else CONFIG_KEY
     if first["type"] == "extra_forbidden":
-        return (
-            f"unknown setting {field!r} in {CONFIG_KEY}; "
-            f"known settings: {', '.join(EvictionConfig.model_fields)}."
-        )
+        return f"unknown setting {field!r} in {CONFIG_KEY}; known settings: {', '.join(EvictionConfig.model_fields)}."
     if first["type"] == "value_error":
         allowed = str(first["ctx"]["error"])
     elif field == "trace":

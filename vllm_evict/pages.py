@@ -40,9 +40,7 @@ class PageBudget:
 
     def __post_init__(self) -> None:
         assert self.page_tokens > 0 and self.sink_pages >= 0 and self.recent_pages >= 1
-        assert self.budget_pages is None or (
-            self.budget_pages >= self.sink_pages + self.recent_pages
-        )
+        assert self.budget_pages is None or (self.budget_pages >= self.sink_pages + self.recent_pages)
 
     def excess_pages(self, num_resident_pages: int) -> int:
         """How many of ``num_resident_pages`` are over the budget."""

@@ -143,15 +143,11 @@ class EvictingBlockManager(FullAttentionManager):
             scores = np.full(len(resident), np.nan)
             if pages.scores is not None:
                 # The report may be older than the last eviction: match by page.
-                _, at, where = np.intersect1d(
-                    resident, pages.scores.pages, assume_unique=True, return_indices=True
-                )
+                _, at, where = np.intersect1d(resident, pages.scores.pages, assume_unique=True, return_indices=True)
                 scores[at] = pages.scores.scores[where]
         return PageView(resident, num_tokens, num_processed_tokens, scores)
 
-    def _evict(
-        self, request: Request, pages: RequestPages, view: PageView, plan: EvictionPlan
-    ) -> None:
+    def _evict(self, request: Request, pages: RequestPages, view: PageView, plan: EvictionPlan) -> None:
         request_id = request.request_id
         blocks = self.req_to_blocks[request_id]
         # Last page first, so that of hashed pages the prefix stays hittable longest.
@@ -162,9 +158,7 @@ class EvictingBlockManager(FullAttentionManager):
         self._record_holes(request, pages, view, plan)
         self._new_holes[request_id] = self._new_holes.get(request_id, ()) + plan.pages
 
-    def _record_holes(
-        self, request: Request, pages: RequestPages, view: PageView, plan: EvictionPlan
-    ) -> None:
+    def _record_holes(self, request: Request, pages: RequestPages, view: PageView, plan: EvictionPlan) -> None:
         """Book ``plan`` on the request's state, wherever the blocks went."""
         evicted = set(plan.pages)
         pages.resident = [page for page in pages.resident if page not in evicted]
@@ -174,9 +168,7 @@ class EvictingBlockManager(FullAttentionManager):
         self.stats.num_evictions += 1
         self.stats.num_evicted_pages += len(plan.pages)
         if self._trace is not None:
-            self._trace.write(
-                request.request_id, request.num_preemptions, view, plan, reason="budget"
-            )
+            self._trace.write(request.request_id, request.num_preemptions, view, plan, reason="budget")
 
     def _grow(self, request_id: str) -> None:
         """Book the blocks that vLLM has appended to the request's list."""
@@ -194,9 +186,7 @@ class EvictingBlockManager(FullAttentionManager):
 
     # ---- vLLM's hooks ---------------------------------------------------------
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         self._grow(request_id)
         return new_blocks
@@ -279,9 +269,7 @@ class EvictingBlockManager(FullAttentionManager):
         hit = RequestPages(resident=list(range(len(hit_blocks))))
         return self._policy.plan(self._view(hit, num_hit_tokens, num_hit_tokens), self._budget)
 
-    def _without(
-        self, blocks: Sequence[KVCacheBlock], plan: EvictionPlan
-    ) -> Sequence[KVCacheBlock]:
+    def _without(self, blocks: Sequence[KVCacheBlock], plan: EvictionPlan) -> Sequence[KVCacheBlock]:
         if not plan:
             return blocks
         evicted = set(plan.pages)

@@ -49,9 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     def add(field: str, **kwargs: Any) -> None:
         # No default: absent flags must not override --kv-eviction-config.
-        group.add_argument(
-            flag_name(field), dest=_DEST_PREFIX + field, default=None, **kwargs
-        )
+        group.add_argument(flag_name(field), dest=_DEST_PREFIX + field, default=None, **kwargs)
 
     add(
         "policy",
@@ -82,8 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "score",
         choices=SCORE_KINDS,
-        help="h2o: how attention becomes a page's score (default: distant-mean; sum is the "
-        "paper's).",
+        help="h2o: how attention becomes a page's score (default: distant-mean; sum is the paper's).",
     )
     add(
         "prefill_queries",
@@ -148,9 +145,7 @@ def _whole_number(least: int, word: str | None = None):
             value = None
         if value is None or not least <= value <= MAX_TOKENS:
             wanted = f"give a whole number from {least} to {MAX_TOKENS}"
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: {wanted}" + (f" or {word!r}" if word is not None else "")
-            )
+            raise argparse.ArgumentTypeError(f"{text!r}: {wanted}" + (f" or {word!r}" if word is not None else ""))
         return value
 
     return convert

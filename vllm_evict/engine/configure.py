@@ -51,9 +51,5 @@ def enable(vllm_config: VllmConfig) -> None:
             "Run vLLM's CPU build, or drop --kv-eviction."
         )
     vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
-    scheduler = (
-        "AsyncEvictionScheduler"
-        if vllm_config.scheduler_config.async_scheduling
-        else "EvictionScheduler"
-    )
+    scheduler = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"vllm_evict.engine.scheduler.{scheduler}"

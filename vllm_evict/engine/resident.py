@@ -46,9 +46,7 @@ class ResidentRequest:
     def append(self, block_ids: Sequence[int]) -> None:
         """New pages at the end."""
         num_new = len(block_ids)
-        self.pages = np.append(
-            self.pages, np.arange(self.num_pages, self.num_pages + num_new, dtype=np.int32)
-        )
+        self.pages = np.append(self.pages, np.arange(self.num_pages, self.num_pages + num_new, dtype=np.int32))
         self.block_ids = np.append(self.block_ids, np.asarray(block_ids, dtype=np.int32))
         self.num_pages += num_new
         if self.mass is not None:

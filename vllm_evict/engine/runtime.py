@@ -66,9 +66,7 @@ class EvictionRuntime:
     (profiling, warm-up) both answer None and vLLM's own metadata stands.
     """
 
-    def __init__(
-        self, config: EvictionConfig, group_id: int, page_tokens: int, num_layers: int
-    ) -> None:
+    def __init__(self, config: EvictionConfig, group_id: int, page_tokens: int, num_layers: int) -> None:
         self._config = config
         self._layer_weight = 1 / num_layers
         self._page_tokens = page_tokens
@@ -81,9 +79,7 @@ class EvictionRuntime:
         self._mass_spans: list[tuple[str, np.ndarray]] = []
 
     def _make_mass(self, first_query: int) -> PageMass:
-        return PageMass(
-            self._config.score, self._page_tokens, self._config.distant_tokens, first_query
-        )
+        return PageMass(self._config.score, self._page_tokens, self._config.distant_tokens, first_query)
 
     # ---- the step --------------------------------------------------------------
 
@@ -107,9 +103,7 @@ class EvictionRuntime:
             request = self.table[request_id]
             num_tokens = request.num_computed_tokens + request.num_scheduled_tokens
             assert request.mass is not None
-            scores[request_id] = PageScores(
-                epoch, request.pages, request.mass.scores(request.pages, num_tokens)
-            )
+            scores[request_id] = PageScores(epoch, request.pages, request.mass.scores(request.pages, num_tokens))
         output = copy(output)  # vLLM's empty output is one shared object
         attach_report(output, ScoreReport(scores))
         return output
@@ -192,7 +186,5 @@ class EvictionRuntime:
             request = self.table[request_id]
             stop = start + len(positions)
             assert request.mass is not None
-            request.mass.observe(
-                request.pages, positions, page_mass[start:stop, : len(request.pages)]
-            )
+            request.mass.observe(request.pages, positions, page_mass[start:stop, : len(request.pages)])
             start = stop

@@ -56,9 +56,7 @@ class EvictionSchedulerMixin:
         attach_update(output, self.page_evictor.take_update(restarted))
         return output
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ):
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
         report = report_of(model_runner_output)
         if report is not None:
             for request_id, scores in report.scores.items():

@@ -56,9 +56,7 @@ class EvictingAttentionSpec(FullAttentionSpec):
         if self.budget_tokens is None:
             return full_pages
         budget_pages = pages_for(self.budget_tokens, self.block_size)
-        return min(
-            full_pages, peak_pages(budget_pages, self.max_in_flight_tokens, self.block_size)
-        )
+        return min(full_pages, peak_pages(budget_pages, self.max_in_flight_tokens, self.block_size))
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Start-up sizing: what one request of ``max_model_len`` tokens may need at once."""
@@ -73,4 +71,3 @@ class EvictingAttentionSpec(FullAttentionSpec):
         own = [f.name for f in fields(cls) if f.name not in FullAttentionSpec.__dataclass_fields__]
         assert all(getattr(spec, name) == getattr(specs[0], name) for spec in specs for name in own)
         return replace(merged, **{name: getattr(specs[0], name) for name in own})
-

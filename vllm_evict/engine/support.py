@@ -110,17 +110,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "reference sliding-window attention (R-SWA) or chunked local attention",
         lambda c: (
-            c.model_config.rswa_window is not None
-            or getattr(_text_config(c), "attention_chunk_size", None) is not None
+            c.model_config.rswa_window is not None or getattr(_text_config(c), "attention_chunk_size", None) is not None
         ),
         "its mask counts token distances, which holes would shorten",
         "serve this model without eviction",
     ),
     Refusal(
         "sliding-window layers without the hybrid KV cache manager",
-        lambda c: (
-            bool(c.scheduler_config.disable_hybrid_kv_cache_manager) and _has_window_layers(c)
-        ),
+        lambda c: bool(c.scheduler_config.disable_hybrid_kv_cache_manager) and _has_window_layers(c),
         "windowed and full layers then share pages, and a hole would shift the window",
         "drop --disable-hybrid-kv-cache-manager",
     ),
@@ -139,8 +136,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "context parallelism (DCP, PCP)",
         lambda c: (
-            c.parallel_config.decode_context_parallel_size > 1
-            or c.parallel_config.prefill_context_parallel_size > 1
+            c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
         ),
         "a page is then spread over ranks",
         "set both sizes to 1",

@@ -21,9 +21,7 @@ class EvictionTrace:
     def __init__(self, path: str) -> None:
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
-    def write(
-        self, request_id: str, epoch: int, view: PageView, plan: EvictionPlan, reason: str
-    ) -> None:
+    def write(self, request_id: str, epoch: int, view: PageView, plan: EvictionPlan, reason: str) -> None:
         """Record that ``plan`` was carried out on ``view``.
 
         Tokens at positions ``num_computed_tokens`` and up no longer see ``pages``.

@@ -52,8 +52,4 @@ def evictable(view: PageView, budget: PageBudget) -> np.ndarray:
     newest_page = (view.num_tokens - 1) // budget.page_tokens
     first_recent_page = newest_page - budget.recent_pages + 1
     num_processed_pages = view.num_processed_tokens // budget.page_tokens
-    return (
-        (view.pages >= budget.sink_pages)
-        & (view.pages < first_recent_page)
-        & (view.pages < num_processed_pages)
-    )
+    return (view.pages >= budget.sink_pages) & (view.pages < first_recent_page) & (view.pages < num_processed_pages)

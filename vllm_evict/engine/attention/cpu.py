@@ -41,9 +41,7 @@ class EvictionCPUAttentionBackend(CPUAttentionBackend):
         if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
             return spec
         vllm_config = get_current_vllm_config()
-        return EvictingAttentionSpec.from_full_attention(
-            spec, config_of(vllm_config), vllm_config
-        )
+        return EvictingAttentionSpec.from_full_attention(spec, config_of(vllm_config), vllm_config)
 
 
 class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadataBuilder):
@@ -101,15 +99,20 @@ class EvictionCPUAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
             output_block_scale,
         )
         request = getattr(attn_metadata, "mass_request", None)
         if request is not None:
             num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-            key_cache, _ = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(
-                2, dim=2
-            )
+            key_cache, _ = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
             add_page_mass(
                 query=query,
                 key_cache=key_cache,
