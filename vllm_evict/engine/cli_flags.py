@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_evict.config import (
@@ -107,7 +109,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_from_args(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The settings given on the command line, checked; None if there are none."""
+    """The settings given on the command line, checked; None if there are none.
+
+    Raises:
+        EvictionConfigError: they are wrong.
+
+    """
     settings = dict(getattr(args, _DEST_PREFIX + "config", None) or {})
     for field in _FLAG_FIELDS:
         value = getattr(args, _DEST_PREFIX + field, None)
@@ -115,13 +122,18 @@ def settings_from_args(args: argparse.Namespace) -> dict[str, Any] | None:
             settings[field] = value
     if not settings:
         return None
+    parse_config(settings)
+    return settings
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """On the command line a wrong setting ends the program as a wrong flag does: one line, exit code 2."""
     try:
-        parse_config(settings)
+        yield
     except EvictionConfigError as error:
-        # As argparse does for a bad flag: one line, exit code 2, no traceback.
         print(f"vllm: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    return settings
 
 
 def merge_settings(additional_config: Any, settings: dict[str, Any] | None) -> Any:

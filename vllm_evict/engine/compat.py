@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -13,6 +13,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 _MARK = "_vllm_evict_hooked"
+_FROM_CLI = "_vllm_evict_from_cli"
 
 
 def hook_engine_args() -> None:
@@ -38,24 +39,28 @@ def hook_engine_args() -> None:
 
     @functools.wraps(from_cli_args)
     def from_cli_args_with_settings(cls, args: argparse.Namespace):
-        from vllm_evict.engine.cli_flags import merge_settings, settings_from_args
+        from vllm_evict.engine.cli_flags import merge_settings, one_line_errors, settings_from_args
 
-        settings = settings_from_args(args)
+        with one_line_errors():
+            settings = settings_from_args(args)
         engine_args = from_cli_args(cls, args)
         engine_args.additional_config = merge_settings(engine_args.additional_config, settings)
+        setattr(engine_args, _FROM_CLI, True)
         return engine_args
 
     @functools.wraps(create_engine_config)
     def create_engine_config_with_eviction(self, *args, **kwargs):
+        from vllm_evict.engine.cli_flags import one_line_errors
         from vllm_evict.engine.configure import CPU_BLOCK_TOKENS, enable, requested_config
 
-        if not requested_config(self.additional_config).enabled:
-            return create_engine_config(self, *args, **kwargs)
-        if self.block_size is None and current_platform.is_cpu():
-            self.block_size = CPU_BLOCK_TOKENS
-        vllm_config = create_engine_config(self, *args, **kwargs)
-        enable(vllm_config)
-        return vllm_config
+        with one_line_errors() if getattr(self, _FROM_CLI, False) else nullcontext():
+            if not requested_config(self.additional_config).enabled:
+                return create_engine_config(self, *args, **kwargs)
+            if self.block_size is None and current_platform.is_cpu():
+                self.block_size = CPU_BLOCK_TOKENS
+            vllm_config = create_engine_config(self, *args, **kwargs)
+            enable(vllm_config)
+            return vllm_config
 
     EngineArgs.add_cli_args = staticmethod(add_cli_args_with_flags)
     EngineArgs.from_cli_args = classmethod(from_cli_args_with_settings)
