@@ -1,9 +1,10 @@
 """Tiny random models, saved as Hugging Face folders (fp32, no tokenizer).
 
-A default initialisation (std 0.02) gives attention that is uniform to three digits and logits closer together than
-rounding error; such a model cannot tell a right cache from a wrong one. Here every matrix is scaled by its fan-in, so
-that attention logits have a standard deviation near 1.6 (a query lives on a few per cent of its keys), attention moves
-the residual stream as much as the embedding does, and output logits have a standard deviation near 3.
+A default initialisation (std 0.02) gives attention that is uniform to three digits and logits
+closer together than rounding error; such a model cannot tell a right cache from a wrong one. Here
+every matrix is scaled by its fan-in, so that attention logits have a standard deviation near 1.6 (a
+query lives on a few per cent of its keys), attention moves the residual stream as much as the
+embedding does, and output logits have a standard deviation near 3.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _COMMON = {
     "dtype": "float32",
 }
 
-# Output standard deviation of each matrix for inputs of unit variance. The value path is large because averaging over
-# keys shrinks it.
+# Output standard deviation of each matrix for inputs of unit variance. The value path is large
+# because averaging over keys shrinks it.
 _GAIN = {
     "embed_tokens": 1.0,
     "q_proj": 1.3,
@@ -80,7 +81,7 @@ def _save(model: PreTrainedModel, path: Path) -> Path:
 
 
 def tiny(path: Path, *, num_kv_heads: int = 2, num_layers: int = 2, seed: int = 0) -> Path:
-    """Llama, 2 layers, 4 query heads and `num_kv_heads` KV heads of size 64, 512 tokens, 4096 positions."""
+    """Llama: 2 layers, 4 query heads of size 64, 512 tokens, 4096 positions."""
     config = LlamaConfig(
         **_COMMON,
         num_hidden_layers=num_layers,
@@ -104,12 +105,16 @@ def tiny_mqa(path: Path, *, seed: int = 2) -> Path:
 
 
 def tiny_partial_rotary(path: Path, *, rotary_share: float = 0.5, seed: int = 13) -> Path:
-    """StableLM: the second part of every head carries no position; 4 query and 2 KV heads, LayerNorm."""
+    """StableLM: the second part of every head carries no position; 4 query and 2 KV heads."""
     config = StableLmConfig(
         **_COMMON,
         num_hidden_layers=2,
         num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": rotary_share},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": rotary_share,
+        },
     )
     model = StableLmForCausalLM(config)
     _init(model, seed=seed)
@@ -117,7 +122,7 @@ def tiny_partial_rotary(path: Path, *, rotary_share: float = 0.5, seed: int = 13
 
 
 def tiny_swa(path: Path, *, window_tokens: int = 64, num_layers: int = 4, seed: int = 4) -> Path:
-    """Gemma 3: sliding and full layers in turn, the first one sliding; 4 query and 2 KV heads of size 64."""
+    """Gemma 3: sliding and full layers in turn, the first one sliding; 4 query and 2 KV heads."""
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(
         **_COMMON,
@@ -133,7 +138,8 @@ def tiny_swa(path: Path, *, window_tokens: int = 64, num_layers: int = 4, seed: 
         },
     )
     model = Gemma3ForCausalLM(config)
-    # Gemma multiplies embeddings by sqrt(hidden size), and sets the scale of queries and keys in their norms.
+    # Gemma multiplies embeddings by sqrt(hidden size), and sets the scale of queries and keys in
+    # their norms.
     _init(model, seed=seed, gain=_GAIN | {"embed_tokens": 1 / math.sqrt(HIDDEN)})
     for layer in model.model.layers:
         layer.self_attn.q_norm.weight.data += _GAIN["q_proj"] - 1

@@ -1,7 +1,8 @@
-"""What the engine must compute: an eager Hugging Face forward over the whole sequence, under an explicit mask.
+"""What the engine must compute: an eager Hugging Face forward of all tokens under an explicit mask.
 
-Every token is present at its absolute position in every forward; an evicted page is not moved or removed, only
-invisible to the queries that came after its eviction. Nothing here knows how the product stores a cache.
+Every token is present at its absolute position in every forward; an evicted page is not moved or
+removed, only invisible to the queries that came after its eviction. Nothing here knows how the
+product stores a cache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def load(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 
 
 def window_mask(num_tokens: int, window_tokens: int) -> torch.Tensor:
-    """Return bool `[num_tokens (query), num_tokens (key)]`: a query sees itself and the `window_tokens - 1` before it."""
+    """Return bool `[query, key]`: a query sees itself and the `window_tokens - 1` before it."""
     distance_tokens = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)[None, :]
     return (distance_tokens >= 0) & (distance_tokens < window_tokens)
 
@@ -40,13 +41,15 @@ def masked_forward(
     Args:
         model: from `load`, or any causal model with eager attention and absolute positions.
         token_ids: n tokens.
-        mask: bool `[n (query), n (key)]`, as from `visibility_mask`. Holes exist in full-attention layers only; a
-            sliding layer of a hybrid model keeps its own window, untouched by evictions.
+        mask: bool `[n (query), n (key)]`, as from `visibility_mask`. Holes exist in full-attention
+            layers only; a sliding layer of a hybrid model keeps its own window, untouched by
+            evictions.
         attentions: False saves the memory of the second result, `layers * heads * n * n` floats.
 
     Returns:
-        logits, fp32 `[n, vocab]`; attention weights, per layer fp32 `[query heads, n (query), n (key)]`, of the
-        full-attention layers only, in layer order (empty list if not wanted).
+        logits, fp32 `[n, vocab]`;
+        attention weights of the full-attention layers in layer order, fp32 `[query heads, n (query), n (key)]`
+        each; an empty list if not wanted.
     """
     num_tokens = len(token_ids)
     if mask.shape != (num_tokens, num_tokens) or mask.dtype != torch.bool:
@@ -64,7 +67,10 @@ def masked_forward(
     attention_mask = full
     if "sliding_attention" in kinds:
         window = window_mask(num_tokens, model.config.sliding_window)
-        attention_mask = {"full_attention": full, "sliding_attention": _additive(window, model.dtype)}
+        attention_mask = {
+            "full_attention": full,
+            "sliding_attention": _additive(window, model.dtype),
+        }
     output = model(
         input_ids=torch.tensor([list(token_ids)]),
         attention_mask=attention_mask,
@@ -85,7 +91,7 @@ def greedy_reference(
     page_tokens: int,
     evictions: Iterable[Eviction],
 ) -> list[int]:
-    """Return the `num_new_tokens` greedy tokens after `prompt`, each from a fresh forward over everything before it."""
+    """Return the greedy tokens after `prompt`, each from a fresh forward over everything before it."""
     evictions = tuple(evictions)
     tokens = list(prompt)
     for _ in range(num_new_tokens):

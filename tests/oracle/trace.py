@@ -14,9 +14,10 @@ from tests.oracle.visibility import Eviction
 class TraceLine:
     """One eviction of one request.
 
-    `epoch` counts the request's preemptions: each starts from an empty cache, and recomputes. `resident` are the
-    logical pages held before this eviction, ascending; `scores` are theirs in the same order, or None where the policy
-    keeps none. `pages` are the resident pages that became holes.
+    `epoch` counts the request's preemptions: each starts from an empty cache, and recomputes.
+    `resident` are the logical pages held before this eviction, ascending; `scores` are theirs in
+    the same order, or None where the policy keeps none. `pages` are the resident pages that became
+    holes.
     """
 
     request: str
@@ -59,9 +60,10 @@ def _line(text: str) -> TraceLine:
 
 
 def read_trace(path: Path | str, request_id: str | None = None) -> dict[str, list[TraceLine]]:
-    """Return the lines of each request in the order written; with `request_id`, of that one alone (maybe none).
+    """Return the lines of each request as written; with `request_id`, of that one alone (maybe none).
 
-    Raises ValueError if a page is evicted that the lines before it had already evicted, or time runs backwards.
+    Raises ValueError if a page is evicted that the lines before it had already evicted, or time
+    runs backwards.
     """
     lines_of: dict[str, list[TraceLine]] = {} if request_id is None else {request_id: []}
     for text in Path(path).read_text().splitlines():
@@ -74,11 +76,16 @@ def read_trace(path: Path | str, request_id: str | None = None) -> dict[str, lis
 
 
 def _validate_history(lines: list[TraceLine]) -> None:
-    for before, after in zip(lines, lines[1:], strict=False):
-        if (after.epoch, after.num_computed_tokens) < (before.epoch, before.num_computed_tokens):
-            raise ValueError(f"time runs backwards: {before} then {after}")
-        if after.epoch == before.epoch and (back := set(before.pages) & set(after.resident)):
-            raise ValueError(f"pages {sorted(back)} were evicted but are resident again: {before} then {after}")
+    gone: set[int] = set()  # of this epoch
+    for before, after in zip([None, *lines], lines, strict=False):
+        if before is not None:
+            if (before.epoch, before.num_computed_tokens) > (after.epoch, after.num_computed_tokens):
+                raise ValueError(f"time runs backwards: {before} then {after}")
+            if after.epoch != before.epoch:
+                gone = set()
+        if back := gone & set(after.resident):
+            raise ValueError(f"pages {sorted(back)} were evicted before, but are resident again: {after}")
+        gone |= set(after.pages)
 
 
 def evictions_of(lines: Iterable[TraceLine], epoch: int = 0) -> tuple[Eviction, ...]:
