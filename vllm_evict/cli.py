@@ -15,6 +15,7 @@ from vllm_evict import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("vllm_evict.launch", "run `vllm serve` with eviction and defaults for this machine"),
     "model": ("vllm_evict.embedded_model", "prepare the embedded model and print its folder"),
+    "bench": ("vllm_evict.bench.command", "measure what eviction costs and brings"),
 }
 
 

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
-import json
 import os
 import shutil
 import sys
@@ -93,9 +92,7 @@ def _package() -> importlib.metadata.Distribution:
             f"the embedded model comes from the package {PACKAGE}, which is not installed: {how}"
         ) from None
     if package.version != PACKAGE_VERSION:
-        raise RuntimeError(
-            f"{PACKAGE} {package.version} is installed, {PACKAGE_VERSION} is needed: {how}"
-        )
+        raise RuntimeError(f"{PACKAGE} {package.version} is installed, {PACKAGE_VERSION} is needed: {how}")
     return package
 
 

@@ -81,19 +81,14 @@ def serve_environment(*, extra: Sequence[str] = (), cpu: bool | None = None) -> 
         return {}
     several_ranks = any(option.split("=")[0] in _RANK_OPTIONS for option in extra)
     cpus = sorted(os.sched_getaffinity(0))
-    if (
-        "VLLM_CPU_OMP_THREADS_BIND" in os.environ
-        or several_ranks
-        or len(cpus) > MAX_CPUS_BOUND_BY_US
-    ):
+    if "VLLM_CPU_OMP_THREADS_BIND" in os.environ or several_ranks or len(cpus) > MAX_CPUS_BOUND_BY_US:
         return {}
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "vllm-evict serve [--model MODEL] [--policy POLICY] [--budget TOKENS] [--port PORT]"
-        " [-- OPTIONS OF vllm serve]"
+        "vllm-evict serve [--model MODEL] [--policy POLICY] [--budget TOKENS] [--port PORT] [-- OPTIONS OF vllm serve]"
     )
     parser.add_argument("--model", help="folder or name (default: the embedded model)")
     parser.add_argument("--policy", default="h2o", help="see --kv-eviction of `vllm serve`")

@@ -27,22 +27,32 @@ case $device in
     *) die "DEVICE=$device is not known: use cpu or gpu" ;;
 esac
 
-# What an environment was made from. A moved or copied repository needs a new one (scripts in .venv
-# name their folder), and so does another device. git is there anyway, and hashes alike everywhere.
+# Each step leaves a stamp that holds what it was made from. A moved or copied repository needs a new
+# .venv (scripts in it name their folder), and so does another device. git is there anyway, and
+# hashes alike everywhere.
 place="$device $PWD"
-key="$place $(cat "$setup"/locks/*.txt "$setup"/vllm-name/pyproject.toml pyproject.toml \
-    "$setup/setup.sh" | git hash-object --stdin)"
+key() {
+    local files
+    case $1 in
+        packages) files=("$setup/locks/$device.txt") ;;
+        tools) files=("$setup/locks/dev.txt") ;;
+        own) files=(pyproject.toml "$setup/vllm-name/pyproject.toml") ;;
+    esac
+    echo "$place $(cat "${files[@]}" | git hash-object --stdin)"
+}
 stamp() { echo ".venv/.setup-$1"; }
-is_done() { [ "$(cat "$(stamp "$1")" 2>/dev/null)" = "$key" ]; }
-
-if is_done "$level" && [ ! -e "$in_progress" ]; then exit 0; fi
+is_done() { [ "$(cat "$(stamp "$1")" 2>/dev/null)" = "$(key "$1")" ]; }
+all_done() {
+    [ ! -e "$in_progress" ] && is_done packages && is_done own && { [ "$level" = run ] || is_done tools; }
+}
+if all_done; then exit 0; fi
 
 # Two `make` at once take turns. Where flock is missing they had better not.
 mkdir -p .bootstrap
 if command -v flock >/dev/null; then
     exec 9>.bootstrap/lock
     flock -n 9 || { say "waiting for another set-up of this folder"; flock 9; }
-    if is_done "$level" && [ ! -e "$in_progress" ]; then exit 0; fi
+    if all_done; then exit 0; fi
 fi
 
 # --- the interpreter ------------------------------------------------------------------------------
@@ -104,22 +114,38 @@ export UV_PYTHON_DOWNLOADS=never
 # --- the environment ------------------------------------------------------------------------------
 # A killed install can leave a package that looks whole and is not, so start over after one; uv's
 # cache keeps that cheap.
+made_for=$(cat .venv/.setup-packages 2>/dev/null) || true
 if [ -e "$in_progress" ]; then
-    say "2/4 the last set-up was interrupted: making .venv anew"
-    "$uv" venv --quiet --clear --python "$python" .venv
-elif ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
-    { [ -e "$(stamp run)" ] && [[ "$(cat "$(stamp run)")" != "$place "* ]]; }; then
-    say "2/4 making .venv with $python"
+    new_venv="the last set-up was interrupted"
+elif ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    new_venv="there is none yet that works"
+elif [ -n "$made_for" ] && [[ "$made_for" != "$place "* ]]; then
+    new_venv="the old one was made for: ${made_for% *}"
+else
+    new_venv=
+fi
+if [ -n "$new_venv" ]; then
+    say "2/4 making .venv with $python ($new_venv)"
     "$uv" venv --quiet --clear --python "$python" .venv
 else
     say "2/4 updating .venv"
 fi
-touch "$in_progress"
-rm -f "$(stamp run)" "$(stamp dev)"
 
 # --no-deps: the locks are complete, nothing is resolved here. --compile-bytecode: some machines set
 # PYTHONDONTWRITEBYTECODE, and without compiled files every start of the server costs 25 s more.
 install=("$uv" pip install --python .venv/bin/python --no-deps --compile-bytecode)
+
+step() { # step NAME INSTALL-ARGUMENTS...
+    local name=$1
+    shift
+    if is_done "$name"; then return; fi
+    touch "$in_progress"
+    "${install[@]}" "$@" || die "installing failed, see above; run the same command again, what was downloaded is kept"
+    # The stamp comes last: whatever interrupts the lines above, the next call starts again.
+    key "$name" > "$(stamp "$name")"
+    rm "$in_progress"
+}
+
 torch_source=()
 if [ "$device" = cpu ]; then
     # torch+cpu is not on PyPI: it lies in a folder of wheels, or in PyTorch's own index.
@@ -128,22 +154,17 @@ if [ "$device" = cpu ]; then
     else
         torch_source=(--torch-backend cpu)
     fi
+    download="0.7 GB"
+else
+    download="4 GB"
 fi
-say "3/4 installing the pinned packages for $device (the first time this downloads about $(
-    [ "$device" = cpu ] && echo "0.6 GB" || echo "4 GB"); minutes on a slow line)"
-locks=(-r "$setup/locks/$device.txt")
-if [ "$level" = dev ]; then locks+=(-r "$setup/locks/dev.txt"); fi
-"${install[@]}" "${torch_source[@]}" "${locks[@]}" ||
-    die "installing failed, see above; run the same command again to continue"
+say "3/4 installing the pinned packages for $device (the first time about $download to download)"
+step packages "${torch_source[@]}" -r "$setup/locks/$device.txt"
+if [ "$level" = dev ]; then step tools -r "$setup/locks/dev.txt"; fi
 
 say "4/4 installing vllm-evict itself"
-# --no-build-isolation: the lock has setuptools, so building needs no download.
 own=(-e .)
 if [ "$device" = cpu ]; then own+=("./$setup/vllm-name"); fi
-"${install[@]}" --quiet --no-build-isolation "${own[@]}"
-
-# The stamps come last: whatever interrupts the lines above, the next call starts again.
-rm -f "$in_progress"
-echo "$key" > "$(stamp run)"
-if [ "$level" = dev ]; then echo "$key" > "$(stamp dev)"; fi
+# --no-build-isolation: the lock has setuptools, so building needs no download.
+step own --quiet --no-build-isolation "${own[@]}"
 say "done: $(.venv/bin/vllm-evict --version)"
