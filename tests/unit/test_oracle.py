@@ -21,6 +21,15 @@ def random_tokens(num_tokens, *, below=VOCAB_TOKENS, seed=7):
     return torch.randint(0, below, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny matrices gain nothing from two threads, which spin waiting for each other when cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     return load(plant(tmp_path_factory.mktemp("plant")))
