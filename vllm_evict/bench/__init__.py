@@ -1,1 +1,1 @@
-"""Benchmarks: what the plugin costs and what it brings."""
+"""Benchmarks: what eviction costs and what it brings (`vllm-evict bench NAME`)."""

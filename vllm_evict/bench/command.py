@@ -1,0 +1,22 @@
+"""`vllm-evict bench NAME`: one module per benchmark, each with `add_arguments` and `run`."""
+
+import argparse
+import importlib
+
+# name: (module, help)
+BENCHMARKS: dict[str, tuple[str, str]] = {
+    "overhead": ("vllm_evict.bench.overhead", "decode speed of h2o, streaming and no eviction, side by side"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, (module_name, summary) in BENCHMARKS.items():
+        benchmark = benchmarks.add_parser(name, help=summary, description=summary)
+        module = importlib.import_module(module_name)
+        module.add_arguments(benchmark)
+        benchmark.set_defaults(run_benchmark=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.run_benchmark(args)

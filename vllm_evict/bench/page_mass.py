@@ -1,0 +1,266 @@
+"""How long page mass takes, next to the two things it can be compared with, in the same run.
+
+    python -m vllm_evict.bench.page_mass [--batch 16 --tokens 1024 ...]
+
+- read K: load every key of the batch once and add up the bits, on the same threads; the floor.
+- attention: vLLM's own kernel on the same batch (reads K and V).
+- page mass: one call per layer.
+- decode step: a whole layer's matrix products, cache write and attention, with and without page
+  mass after the attention; the difference is what a scored step costs in a real process, where
+  page mass takes turns with torch's OpenMP threads and finds nothing in the cache.
+
+Rounds are interleaved and medians compared, because a shared machine drifts. Threads are set up as
+vLLM's CPU worker does it: a fresh process with libgomp preloaded and one thread pinned per core.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+_IN_CHILD = "VLLM_EVICT_BENCH_CHILD"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    if os.environ.get(_IN_CHILD) or options.threads == 0:
+        _measure(options)
+        return
+    # As vLLM's OMPProcessManager: bound before the process starts, or it has no effect.
+    cores = sorted(os.sched_getaffinity(0))[: options.threads]
+    environment = {
+        **os.environ,
+        _IN_CHILD: "1",
+        "LD_PRELOAD": _torch_libgomp(),
+        "OMP_NUM_THREADS": str(len(cores)),
+        "GOMP_CPU_AFFINITY": " ".join(map(str, cores)),
+    }
+    command = [sys.executable, "-m", "vllm_evict.bench.page_mass", *(arguments or sys.argv[1:])]
+    sys.exit(subprocess.run(command, env=environment).returncode)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16, help="requests")
+    parser.add_argument("--tokens", type=int, default=1024, help="resident tokens per request")
+    parser.add_argument("--queries", type=int, default=1, help="observed queries per request")
+    parser.add_argument("--page", type=int, default=32, help="tokens per page")
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--heads", type=int, default=9, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=576, help="width of the decode step's layers")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--isa", default="vec", help="K packing of vLLM's CPU attention")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2, help="0 = leave the process as it is")
+    return parser.parse_args(arguments)
+
+
+def _torch_libgomp() -> str:
+    import glob
+
+    import torch
+
+    found = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*"))
+    return found[0] if found else ""
+
+
+class _Batch:
+    """`batch` requests that decode (or observe `queries` each), with caches of their own per layer."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import numpy as np
+        import torch
+        from vllm import _custom_ops as ops
+
+        from vllm_evict.scores.cpu import ObservedQueries, detect_key_layout
+
+        torch.manual_seed(0)
+        o, dtype = options, getattr(torch, options.dtype)
+        self.options, self.ops, self.torch = o, ops, torch
+        pages = -(-o.tokens // o.page)
+        num_blocks = o.batch * pages
+        # Pages of one request lie scattered, as after some time in service.
+        self.block_table = torch.randperm(num_blocks).int().view(o.batch, pages)
+        num_queries = o.batch * o.queries
+        self.slots = (self.block_table[:, -1].long() * o.page).repeat_interleave(o.queries)
+        self.key = torch.randn(num_queries, o.kv_heads, o.head_size).to(dtype)
+        self.layers = []
+        for _ in range(o.layers):
+            cache = torch.empty(num_blocks, o.kv_heads, 2 * o.page, o.head_size, dtype=dtype)
+            cache.view(-1)[:] = torch.randn(1 << 16).to(dtype).repeat(-(-cache.numel() // (1 << 16)))[: cache.numel()]
+            self.layers.append(tuple(cache.chunk(2, dim=2)))
+        width = (o.heads + 2 * o.kv_heads) * o.head_size
+        self.qkv = torch.randn(num_queries, width).to(dtype)
+        self.query = self.qkv[:, : o.heads * o.head_size].view(num_queries, o.heads, o.head_size)
+        self.output = torch.empty(num_queries, o.heads, o.head_size, dtype=dtype)
+        self.query_start = torch.arange(0, num_queries + 1, o.queries, dtype=torch.int32)
+        self.seq_lens = torch.full((o.batch,), o.tokens, dtype=torch.int32)
+        self.scale = o.head_size**-0.5
+        self.metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=o.batch,
+            num_heads=o.heads,
+            num_kv_heads=o.kv_heads,
+            head_dim=o.head_size,
+            seq_lens=self.seq_lens,
+            dtype=dtype,
+            query_start_loc=self.query_start,
+            causal=True,
+            sliding_window_size=-1,
+            isa=o.isa,
+            enable_kv_split=True,
+        )
+        last = np.arange(num_queries) % o.queries
+        self.observed = ObservedQueries(
+            token=np.arange(num_queries),
+            row=np.arange(num_queries) // o.queries,
+            visible_tokens=o.tokens - o.queries + 1 + last,
+        )
+        self.page_mass = torch.zeros(num_queries, pages)
+        self.layout = detect_key_layout(
+            self._write_key, block_size=o.page, head_size=o.head_size, dtype=dtype, isa=o.isa
+        )
+        mlp = 8 * o.hidden // 3
+        shapes = {"qkv": (width, o.hidden), "o": (o.hidden, o.heads * o.head_size)}
+        shapes |= {"up": (2 * mlp, o.hidden), "down": (o.hidden, mlp)}
+        self.weights = [
+            {name: (torch.randn(shape) * 0.02).to(dtype) for name, shape in shapes.items()} for _ in range(o.layers)
+        ]
+        self.key_bytes = o.layers * o.batch * pages * o.page * o.kv_heads * o.head_size * dtype.itemsize
+
+    def _write_key(self, key, key_cache, slots) -> None:
+        self._cache(key, key_cache, self.torch.empty_like(key_cache), slots)
+
+    def _cache(self, key, key_cache, value_cache, slots) -> None:
+        self.ops.cpu_attn_reshape_and_cache(key, key, key_cache, value_cache, slots, self.options.isa)
+
+    def attention(self, layer: int) -> None:
+        key_cache, value_cache = self.layers[layer]
+        self.ops.cpu_attention_with_kv_cache(
+            query=self.query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=self.output,
+            query_start_loc=self.query_start,
+            seq_lens=self.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=self.block_table,
+            softcap=0.0,
+            scheduler_metadata=self.metadata,
+            s_aux=None,
+        )
+
+    def score(self, layer: int) -> None:
+        from vllm_evict.scores.cpu import add_page_mass
+
+        add_page_mass(
+            query=self.query,
+            key_cache=self.layers[layer][0],
+            block_table=self.block_table,
+            observed=self.observed,
+            page_mass=self.page_mass,
+            scale=self.scale,
+            weight=1.0,
+            layout=self.layout,
+        )
+
+    def decode_step(self, score: bool) -> None:
+        torch, o = self.torch, self.options
+        linear = torch.nn.functional.linear
+        hidden = torch.ones(len(self.query), o.hidden, dtype=self.query.dtype)
+        for layer, weights in enumerate(self.weights):
+            linear(hidden, weights["qkv"])
+            self._cache(self.key, *self.layers[layer], self.slots)
+            self.attention(layer)
+            if score:
+                self.score(layer)
+            hidden = hidden + linear(self.output.flatten(1), weights["o"])
+            gate, up = linear(hidden, weights["up"]).chunk(2, dim=-1)
+            hidden = hidden + linear(torch.nn.functional.silu(gate) * up, weights["down"])
+
+    def each_layer(self, what: Callable[[int], None]) -> None:
+        for layer in range(self.options.layers):
+            what(layer)
+
+
+def _make_read_keys(batch: _Batch) -> Callable[[int], None]:
+    """Add up all keys of a layer as int64, each thread every n-th page."""
+    import numba
+    import numpy as np
+
+    from vllm_evict.scores.cpu_threads import num_threads, run_on_all_threads
+    from vllm_evict.scores.cpu_vector import as_pointer, fetch_add
+
+    @numba.cfunc(numba.void(numba.types.voidptr), error_model="numpy")
+    def read(pointer):
+        job = numba.carray(pointer, 7, np.int64)
+        table = numba.carray(as_pointer(job[1]), job[2], np.int32)
+        while True:
+            i = fetch_add(job.ctypes.data, 1)
+            if i >= job[2]:
+                return
+            total = np.int64(0)
+            for head in range(job[5]):
+                keys = numba.carray(as_pointer(job[3] + table[i] * job[4] + head * job[6]), job[7 - 1] // 16, np.int64)
+                for j in range(len(keys)):
+                    total += keys[j]
+            fetch_add(job.ctypes.data + 56, total)
+
+    table = batch.block_table.flatten()
+
+    def run(layer: int) -> None:
+        keys = batch.layers[layer][0]
+        size = keys.element_size()
+        job = np.array(
+            [0, table.data_ptr(), len(table), keys.data_ptr(), keys.stride(0) * size, keys.shape[1],
+             keys.stride(1) * size, 0]
+        )
+        run_on_all_threads(read.address, job.ctypes.data, num_threads())
+
+    return run
+
+
+def _measure(options: argparse.Namespace) -> None:
+    batch = _Batch(options)
+    read_keys = _make_read_keys(batch)
+    start = time.perf_counter()
+    batch.score(0)
+    print(f"compile and first call: {time.perf_counter() - start:.1f} s")
+    runs = {
+        "read K": lambda: batch.each_layer(read_keys),
+        "attention": lambda: batch.each_layer(batch.attention),
+        "page mass": lambda: batch.each_layer(batch.score),
+        "step": lambda: batch.decode_step(score=False),
+        "step + page mass": lambda: batch.decode_step(score=True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for round_ in range(options.rounds + 2):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if round_ >= 2:  # the first rounds fault memory in and wake the threads
+                times[name].append(1e3 * (time.perf_counter() - start))
+    median = {name: statistics.median(values) for name, values in times.items()}
+    least = {name: min(values) for name, values in times.items()}
+    for name in runs:
+        print(f"{name:18} median {median[name]:8.2f} ms   least {least[name]:8.2f} ms")
+    added = {k: v["step + page mass"] - v["step"] for k, v in (("median", median), ("least", least))}
+    print(f"K per step {batch.key_bytes / 1e6:.0f} MB, read at {batch.key_bytes / 1e6 / least['read K']:.1f} GB/s")
+    print(
+        f"ratios: page-mass/read-K={median['page mass'] / median['read K']:.2f} "
+        f"page-mass/attention={median['page mass'] / median['attention']:.2f} "
+        f"added-in-step/read-K={added['median'] / median['read K']:.2f} "
+        f"added-in-step={added['median']:.2f}ms added-least={added['least']:.2f}ms "
+        f"step-with/without={median['step + page mass'] / median['step']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
