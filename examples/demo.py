@@ -7,7 +7,6 @@ prints the answers and what happened to the pages, and stops the server it start
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -38,22 +37,22 @@ SHORT_QUESTION = "What is the capital of France?"
 def main() -> int:
     # As for Ctrl-C: leave through the `finally` below.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = Path(tempfile.mkdtemp(prefix="vllm-evict-demo-"))
-    trace, log = folder / "trace.jsonl", folder / "server.log"
-    port = free_port()
-    server = start_server(port, trace, log)
-    try:
-        wait_until_ready(server, port)
-        talk(f"http://127.0.0.1:{port}", trace)
-    except KeyboardInterrupt:
-        say("\ninterrupted")
-        return 130
-    except Exception:
-        say(f"the server's log is kept: {log}")
-        raise
-    finally:
-        stop_server(server)
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="vllm-evict-demo-") as folder:
+        trace, log = Path(folder) / "trace.jsonl", Path(folder) / "server.log"
+        port = free_port()
+        server = start_server(port, trace, log)
+        try:
+            wait_until_ready(server, port)
+            talk(f"http://127.0.0.1:{port}", trace)
+        except KeyboardInterrupt:
+            say("\ninterrupted")
+            return 130
+        except Exception:
+            # All of it: vLLM's root cause stands far above its last lines.
+            say(f"--- the server's log ---\n{log.read_text(errors='replace')}------")
+            raise
+        finally:
+            stop_server(server)
     return 0
 
 

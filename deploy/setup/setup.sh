@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 UV_VERSION=0.13.9
 setup=deploy/setup
-in_progress=.venv/.setup-in-progress
+in_progress=.bootstrap/in-progress
 
 say() { printf '[set-up] %s\n' "$*" >&2; }
 die() { say "ERROR: $*"; exit 1; }
@@ -112,8 +112,8 @@ if [ -n "${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:
 export UV_PYTHON_DOWNLOADS=never
 
 # --- the environment ------------------------------------------------------------------------------
-# A killed install can leave a package that looks whole and is not, so start over after one; uv's
-# cache keeps that cheap.
+# A killed set-up can leave a package that looks whole and is not, so start over after one; uv's cache
+# keeps that cheap. The mark stands outside .venv, which may be half made or half removed.
 made_for=$(cat .venv/.setup-packages 2>/dev/null) || true
 if [ -e "$in_progress" ]; then
     new_venv="the last set-up was interrupted"
@@ -124,6 +124,7 @@ elif [ -n "$made_for" ] && [[ "$made_for" != "$place "* ]]; then
 else
     new_venv=
 fi
+touch "$in_progress"
 if [ -n "$new_venv" ]; then
     say "2/4 making .venv with $python ($new_venv)"
     "$uv" venv --quiet --clear --python "$python" .venv
@@ -139,11 +140,8 @@ step() { # step NAME INSTALL-ARGUMENTS...
     local name=$1
     shift
     if is_done "$name"; then return; fi
-    touch "$in_progress"
     "${install[@]}" "$@" || die "installing failed, see above; run the same command again, what was downloaded is kept"
-    # The stamp comes last: whatever interrupts the lines above, the next call starts again.
     key "$name" > "$(stamp "$name")"
-    rm "$in_progress"
 }
 
 torch_source=()
@@ -158,7 +156,7 @@ if [ "$device" = cpu ]; then
 else
     download="4 GB"
 fi
-say "3/4 installing the pinned packages for $device (the first time about $download to download)"
+say "3/4 installing the pinned packages for $device (the first time about $download to download, and a minute or two to compile)"
 step packages "${torch_source[@]}" -r "$setup/locks/$device.txt"
 if [ "$level" = dev ]; then step tools -r "$setup/locks/dev.txt"; fi
 
@@ -167,4 +165,6 @@ own=(-e .)
 if [ "$device" = cpu ]; then own+=("./$setup/vllm-name"); fi
 # --no-build-isolation: the lock has setuptools, so building needs no download.
 step own --quiet --no-build-isolation "${own[@]}"
+
+rm "$in_progress"
 say "done: $(.venv/bin/vllm-evict --version)"
