@@ -242,6 +242,7 @@ class EvictingBlockManager(FullAttentionManager):
         )
         self._grow(request_id)
         if plan:
+            self._null_block.ref_cnt -= len(plan.pages)  # vLLM's touch() has counted the holes
             pages = self._pages[request_id]
             view = self._view(pages, num_local_computed_tokens, num_local_computed_tokens)
             self._record_holes(self._requests[request_id], pages, view, plan)
