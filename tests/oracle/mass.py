@@ -71,3 +71,18 @@ def distant_mean(mass: torch.Tensor, page_tokens: int, num_tokens: int, distance
     """
     last_token = [(page + 1) * page_tokens - 1 for page in range(mass.shape[1])]
     return _mean_of_queries_from(mass, num_tokens, [last + distance_tokens for last in last_token])
+
+
+def ema_mass(mass: torch.Tensor, page_tokens: int, num_tokens: int, half_life_queries: float) -> torch.Tensor:
+    """The score `ema`: per page, the weighted mean over the queries of `mean`, where a query weighs half
+    as much as the one `half_life_queries` observed queries after it. `[num_pages]`; NaN where there was none.
+    """
+    scores = torch.full((mass.shape[1],), torch.nan, dtype=torch.float64)
+    for page in range(mass.shape[1]):
+        rows = mass[page * page_tokens : num_tokens, page]
+        rows = rows[~rows.isnan()]
+        age = torch.arange(len(rows) - 1, -1, -1, dtype=torch.float64)  # in observed queries
+        weights = 0.5 ** (age / half_life_queries)
+        if len(rows):
+            scores[page] = (weights * rows).sum() / weights.sum()
+    return scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ class TraceLine:
 
     `epoch` counts the request's preemptions: each starts from an empty cache, and recomputes.
     `resident` are the logical pages held before this eviction, ascending; `scores` are theirs in
-    the same order, or None where the policy keeps none. `pages` are the resident pages that became
-    holes.
+    the same order, NaN (in the file: null or NaN) for a page that no query has scored yet; None where
+    the policy keeps none. `pages` are the resident pages that became holes.
     """
 
     request: str
@@ -52,7 +53,7 @@ def _line(text: str) -> TraceLine:
         num_computed_tokens=fields["num_computed_tokens"],
         pages=tuple(fields["pages"]),
         resident=tuple(fields["resident"]),
-        scores=None if scores is None else tuple(scores),
+        scores=None if scores is None else tuple(math.nan if score is None else score for score in scores),
         reason=fields["reason"],
     )
     line.validate()

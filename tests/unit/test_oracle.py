@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tests.models.plant import HEAVY, NUM_NEUTRAL_TOKENS, SCREAM, SCREAMED, plant
 from tests.models.tiny import MODELS, VOCAB_TOKENS, tiny
 from tests.oracle.forward import greedy_reference, load, masked_forward, window_mask
-from tests.oracle.mass import accumulated_mass, distant_mean, mean_mass, page_mass
+from tests.oracle.mass import accumulated_mass, distant_mean, ema_mass, mean_mass, page_mass
 from tests.oracle.trace import evictions_of, read_trace
 from tests.oracle.visibility import Eviction, visibility_mask
 
@@ -125,6 +125,16 @@ def test_trace_is_split_by_request_and_epoch(tmp_path):
     assert evictions_of(trace["a"], epoch=1) == (Eviction(64, (2, 1)),)
     assert read_trace(path, "b") == {"b": trace["b"]}
     assert read_trace(path, "absent") == {"absent": []}
+
+
+def test_trace_score_of_an_unscored_page_is_nan(tmp_path):
+    path = write_trace(
+        tmp_path / "trace.jsonl",
+        ("a", 0, 64, [0], [0, 1], [None, 0.1], "budget"),
+        ("b", 0, 64, [0], [0, 1], [NAN, 0.1], "budget"),
+    )
+    for (line,) in read_trace(path).values():
+        assert line.score_of() == pytest.approx({0: NAN, 1: 0.1}, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +322,15 @@ def test_aggregates_by_hand():
     assert_scores(distant_mean(MASS, 2, 5, 0), [(1.0 + 0.5 + 0.25 + 0.25) / 4, (0.75 + 0.25) / 2, NAN])
     assert_scores(distant_mean(MASS, 2, 5, 2), [(0.25 + 0.25) / 2, NAN, NAN])
     assert_scores(distant_mean(MASS, 2, 4, 2), [0.25, NAN, NAN])
+
+
+def test_ema_by_hand():
+    # Half-life of one query: weights 1, 1/2, 1/4, ... from the newest back.
+    page_0 = (0.25 + 0.25 / 2 + 0.5 / 4 + 1.0 / 8 + 1.0 / 16) / (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16)
+    page_1 = (0.25 + 0.75 / 2 + 0.5 / 4) / (1 + 1 / 2 + 1 / 4)
+    assert_scores(ema_mass(MASS, 2, 5, 1), [page_0, page_1, 0.5])
+    observed = page_mass([WEIGHTS[None]], 2, observed=torch.tensor([True, False, True, False, False]))
+    assert_scores(ema_mass(observed, 2, 5, 2), [(0.5 + 1.0 * 0.5**0.5) / (1 + 0.5**0.5), 0.5, NAN])
 
 
 def test_unobserved_queries_count_nowhere():
