@@ -136,10 +136,11 @@ fi
 # PYTHONDONTWRITEBYTECODE, and without compiled files every start of the server costs 25 s more.
 install=("$uv" pip install --python .venv/bin/python --no-deps --compile-bytecode)
 
-step() { # step NAME INSTALL-ARGUMENTS...
-    local name=$1
-    shift
+step() { # step NAME WHAT-TO-SAY INSTALL-ARGUMENTS...
+    local name=$1 what=$2
+    shift 2
     if is_done "$name"; then return; fi
+    say "$what"
     "${install[@]}" "$@" || die "installing failed, see above; run the same command again, what was downloaded is kept"
     key "$name" > "$(stamp "$name")"
 }
@@ -156,15 +157,14 @@ if [ "$device" = cpu ]; then
 else
     download="4 GB"
 fi
-say "3/4 installing the pinned packages for $device (the first time about $download to download, and a minute or two to compile)"
-step packages "${torch_source[@]}" -r "$setup/locks/$device.txt"
-if [ "$level" = dev ]; then step tools -r "$setup/locks/dev.txt"; fi
+step packages "3/4 installing the pinned packages for $device (up to $download to download, then a minute to compile)" \
+    "${torch_source[@]}" -r "$setup/locks/$device.txt"
+if [ "$level" = dev ]; then step tools "3/4 installing the tools of make test" -r "$setup/locks/dev.txt"; fi
 
-say "4/4 installing vllm-evict itself"
 own=(-e .)
 if [ "$device" = cpu ]; then own+=("./$setup/vllm-name"); fi
 # --no-build-isolation: the lock has setuptools, so building needs no download.
-step own --quiet --no-build-isolation "${own[@]}"
+step own "4/4 installing vllm-evict itself" --quiet --no-build-isolation "${own[@]}"
 
 rm "$in_progress"
 say "done: $(.venv/bin/vllm-evict --version)"
