@@ -5,8 +5,10 @@ from __future__ import annotations
 import vllm
 from vllm.config import VllmConfig
 
-from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError, parse_config
+from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError, flag_name, parse_config
+from vllm_evict.engine.log import logger
 from vllm_evict.engine.support import check_supported, check_vllm_version
+from vllm_evict.engine.trace import check_writable
 
 CPU_BLOCK_TOKENS = 32
 """Page size on CPU unless the user sets one: the finest its attention kernel takes (vLLM: 128)."""
@@ -44,6 +46,10 @@ def enable(vllm_config: VllmConfig) -> None:
     check_vllm_version(vllm.__version__)
     check_supported(vllm_config, config)
     config.page_budget(vllm_config.cache_config.block_size)
+    if config.trace is not None:
+        check_writable(config.trace)
+    if config.sink == 0:
+        logger.warning("%s 0: without attention sinks most models lose the thread once pages go", flag_name("sink"))
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:
         raise EvictionConfigError(

@@ -15,8 +15,10 @@ def check_pool(evictor: EvictingBlockManager, num_blocks: int) -> None:
 
     """
     spec = evictor.kv_cache_spec
+    if spec.budget_tokens is None or spec.budget_tokens >= spec.max_request_tokens:
+        return  # nothing will be evicted, and what vLLM starts with is vLLM's business
     usable_pages = num_blocks - 1  # vLLM keeps one as the null block
-    if spec.budget_tokens is not None and usable_pages < spec.max_pages:
+    if usable_pages < spec.max_pages:
         page_bytes = spec.page_size_bytes
         raise EvictionConfigError(
             f"the KV cache has {usable_pages} usable pages of {spec.block_size} tokens, and one "

@@ -7,7 +7,25 @@ import math
 
 import numpy as np
 
+from vllm_evict.config import EvictionConfigError, flag_name
 from vllm_evict.pages import EvictionPlan, PageView
+
+
+def check_writable(path: str) -> None:
+    """Find out before the model loads.
+
+    Raises:
+        EvictionConfigError: the trace cannot be written to ``path``.
+
+    """
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise EvictionConfigError(
+            f"{flag_name('trace')} got {path!r}: cannot be written ({error.strerror}). Give a file in an existing, "
+            "writable folder."
+        ) from None
 
 
 class EvictionTrace:
