@@ -108,6 +108,8 @@ class ResidentTable:
             if request_id not in started:
                 self._requests[request_id].punch(holes)
         for request_id, request in self._requests.items():
+            if request_id not in scheduled:  # the tokens of its last step lie behind it now
+                request.num_computed_tokens += request.num_scheduled_tokens
             request.num_scheduled_tokens = scheduled.get(request_id, 0)
 
     def _start(
