@@ -367,7 +367,7 @@ class Bench:
             scheduled = step.output.num_scheduled_tokens.get(request_id, 0)
             assert request.num_scheduled_tokens == scheduled
             live = self.scheduler.requests[request_id]
-            assert not scheduled or request.num_computed_tokens + scheduled == live.num_computed_tokens
+            assert request.num_computed_tokens + scheduled == live.num_computed_tokens
             assert request.num_pages == pages_for(live.num_computed_tokens, PAGE_TOKENS)
             if self.steps_in_flight == 1 and self.budget.budget_pages is not None:
                 appended = step.appended.get(request_id, 0)
