@@ -119,20 +119,20 @@ class EvictionConfig(BaseModel):
         if not self.bounded:
             return PageBudget(page_tokens, None, sink_pages, 1)
         budget_pages = pages_for(self.budget, page_tokens)
-        recent_pages = max(pages_for(self.recent_tokens, page_tokens), 1)
-        if self.recent is None:
-            # A default yields to the sinks and to rounding; only what was asked for is an error.
-            recent_pages = max(min(recent_pages, budget_pages - sink_pages), 1)
-        needed_pages = sink_pages + recent_pages
-        if needed_pages > budget_pages:
+        if budget_pages < sink_pages + 1:
             raise EvictionConfigError(
-                f"{flag_name('budget')} {self.budget} is too small: with pages of {page_tokens} "
-                f"tokens, {flag_name('sink')} {self.sink} takes {sink_pages} page(s) and the "
-                f"recent window of {self.recent if self.recent is not None else 1} token(s) "
-                f"{recent_pages}. Set {flag_name('budget')} to at least "
-                f"{needed_pages * page_tokens}, or lower {flag_name('sink')} or "
-                f"{flag_name('recent')}."
+                f"{flag_name('budget')} {self.budget} is too small: with pages of {page_tokens} tokens, "
+                f"{flag_name('sink')} {self.sink} takes {sink_pages} page(s) and the page being written one. Set "
+                f"{flag_name('budget')} to at least {(sink_pages + 1) * page_tokens}, or lower {flag_name('sink')}."
             )
+        if self.recent is not None and self.sink + self.recent > self.budget:
+            raise EvictionConfigError(
+                f"{flag_name('sink')} {self.sink} and {flag_name('recent')} {self.recent} are over "
+                f"{flag_name('budget')} {self.budget} tokens. Set {flag_name('budget')} to at least "
+                f"{self.sink + self.recent}, or lower one of the two."
+            )
+        # What fits in tokens fits: the window yields where rounding up would burst the budget.
+        recent_pages = max(min(pages_for(self.recent_tokens, page_tokens), budget_pages - sink_pages), 1)
         return PageBudget(page_tokens, budget_pages, sink_pages, recent_pages)
 
 
@@ -151,15 +151,25 @@ def parse_config(values: Any) -> EvictionConfig:
             f"({', '.join(EvictionConfig.model_fields)}), got {values!r}."
         )
     try:
-        return EvictionConfig(**values)
+        config = EvictionConfig(**values)
     except ValidationError as error:
         raise EvictionConfigError(_one_line(error)) from None
+    if values and "policy" not in values:
+        raise EvictionConfigError(
+            f"{', '.join(map(flag_name, values))} without {flag_name('policy')} would do nothing: "
+            f"set {flag_name('policy')}, {_choose(POLICY_NAMES)}."
+        )
+    return config
 
 
 def _one_of(value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ValueError(f"choose one of {', '.join(allowed)}")
+        raise ValueError(_choose(allowed))
     return value
+
+
+def _choose(names: tuple[str, ...]) -> str:
+    return f"choose one of {', '.join(names)}"
 
 
 def _one_line(error: ValidationError) -> str:
@@ -176,8 +186,10 @@ def _one_line(error: ValidationError) -> str:
         allowed = f"give a whole number of queries from 0 to {MAX_TOKENS}, or 'all'"
     elif field == "score_every":
         allowed = f"give a whole number of decode steps from 1 to {MAX_TOKENS}"
-    elif field in ("policy", "score"):
-        allowed = "give a name"
+    elif field == "policy":
+        allowed = _choose(POLICY_NAMES)
+    elif field == "score":
+        allowed = _choose(SCORE_KINDS)
     elif field == "seed":
         allowed = f"give a whole number from 0 to {MAX_TOKENS}"
     else:

@@ -37,6 +37,7 @@ _FLAG_FIELDS = (
     "prefill_queries",
     "score_every",
     "trace",
+    "seed",
 )
 
 
@@ -62,19 +63,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "budget",
-        type=_whole_number(0),
+        type=_whole_number(0, "tokens"),
         metavar="TOKENS",
         help=f"Tokens a request may keep resident (default: {DEFAULT_BUDGET_TOKENS}).",
     )
     add(
         "sink",
-        type=_whole_number(0),
+        type=_whole_number(0, "tokens"),
         metavar="TOKENS",
         help=f"First tokens that are never evicted (default: {DEFAULT_SINK_TOKENS}).",
     )
     add(
         "recent",
-        type=_whole_number(0),
+        type=_whole_number(0, "tokens"),
         metavar="TOKENS",
         help="Newest tokens that are never evicted (default: half of the budget; for streaming "
         "the rest of the budget).",
@@ -86,18 +87,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "prefill_queries",
-        type=_whole_number(0, word="all"),
+        type=_whole_number(0, "queries", word="all"),
         metavar="N|all",
         help="h2o: queries observed at the end of each prefill chunk "
         f"(default: {DEFAULT_PREFILL_QUERIES}; all is exact and slow).",
     )
     add(
         "score_every",
-        type=_whole_number(1),
+        type=_whole_number(1, "decode steps"),
         metavar="N",
         help=f"h2o: observe every N-th decoded token (default: {DEFAULT_SCORE_EVERY}).",
     )
     add("trace", metavar="FILE", help="Append one JSON line per eviction to FILE.")
+    add("seed", type=_whole_number(0), metavar="N", help="random: seed of the choice (default: 0).")
     group.add_argument(
         "--kv-eviction-config",
         dest=_DEST_PREFIX + "config",
@@ -122,7 +124,8 @@ def settings_from_args(args: argparse.Namespace) -> dict[str, Any] | None:
             settings[field] = value
     if not settings:
         return None
-    parse_config(settings)
+    merged = merge_settings(getattr(args, "additional_config", None), settings)
+    parse_config(merged[CONFIG_KEY])
     return settings
 
 
@@ -137,15 +140,23 @@ def one_line_errors() -> Iterator[None]:
 
 
 def merge_settings(additional_config: Any, settings: dict[str, Any] | None) -> Any:
-    """``additional_config`` with the command line's settings put over its own."""
+    """``additional_config`` with the command line's settings put over its own.
+
+    Raises:
+        EvictionConfigError: its own are no JSON object.
+
+    """
     if settings is None:
         return additional_config
     merged = dict(additional_config or {})
-    merged[CONFIG_KEY] = {**merged.get(CONFIG_KEY, {}), **settings}
+    given = merged.get(CONFIG_KEY, {})
+    if not isinstance(given, dict):
+        raise EvictionConfigError(f"{CONFIG_KEY} in --additional-config got {given!r}: give a JSON object of settings.")
+    merged[CONFIG_KEY] = {**given, **settings}
     return merged
 
 
-def _whole_number(least: int, word: str | None = None):
+def _whole_number(least: int, unit: str = "", word: str | None = None):
     """An argparse type: a whole number in ``[least, MAX_TOKENS]``, or ``word``."""
 
     def convert(text: str) -> int | str:
@@ -156,7 +167,8 @@ def _whole_number(least: int, word: str | None = None):
         except ValueError:
             value = None
         if value is None or not least <= value <= MAX_TOKENS:
-            wanted = f"give a whole number from {least} to {MAX_TOKENS}"
+            of_unit = f" of {unit}" if unit else ""
+            wanted = f"give a whole number{of_unit} from {least} to {MAX_TOKENS}"
             raise argparse.ArgumentTypeError(f"{text!r}: {wanted}" + (f" or {word!r}" if word is not None else ""))
         return value
 
