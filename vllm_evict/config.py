@@ -119,17 +119,16 @@ class EvictionConfig(BaseModel):
         if not self.bounded:
             return PageBudget(page_tokens, None, sink_pages, 1)
         budget_pages = pages_for(self.budget, page_tokens)
-        if budget_pages < sink_pages + 1:
+        least_tokens = (sink_pages + 1) * page_tokens
+        if self.recent is not None:
+            least_tokens = max(least_tokens, self.sink + self.recent)
+        if budget_pages < sink_pages + 1 or self.budget < self.sink + (self.recent or 0):
+            recent = "" if self.recent is None else f", {flag_name('recent')} {self.recent}"
             raise EvictionConfigError(
-                f"{flag_name('budget')} {self.budget} is too small: with pages of {page_tokens} tokens, "
-                f"{flag_name('sink')} {self.sink} takes {sink_pages} page(s) and the page being written one. Set "
-                f"{flag_name('budget')} to at least {(sink_pages + 1) * page_tokens}, or lower {flag_name('sink')}."
-            )
-        if self.recent is not None and self.sink + self.recent > self.budget:
-            raise EvictionConfigError(
-                f"{flag_name('sink')} {self.sink} and {flag_name('recent')} {self.recent} are over "
-                f"{flag_name('budget')} {self.budget} tokens. Set {flag_name('budget')} to at least "
-                f"{self.sink + self.recent}, or lower one of the two."
+                f"{flag_name('budget')} {self.budget} is too small for {flag_name('sink')} {self.sink}{recent}: with "
+                f"pages of {page_tokens} tokens the sinks take {sink_pages} page(s), and the page being written one "
+                f"more. Set {flag_name('budget')} to at least {least_tokens}, or lower {flag_name('sink')} or "
+                f"{flag_name('recent')}."
             )
         # What fits in tokens fits: the window yields where rounding up would burst the budget.
         recent_pages = max(min(pages_for(self.recent_tokens, page_tokens), budget_pages - sink_pages), 1)
@@ -151,10 +150,20 @@ def parse_config(values: Any) -> EvictionConfig:
             f"({', '.join(EvictionConfig.model_fields)}), got {values!r}."
         )
     try:
-        config = EvictionConfig(**values)
+        return EvictionConfig(**values)
     except ValidationError as error:
         raise EvictionConfigError(_one_line(error)) from None
-    if values and "policy" not in values:
+
+
+def parse_request(values: Any) -> EvictionConfig:
+    """As :func:`parse_config`, for what a user asked for: settings without a policy would do nothing.
+
+    Raises:
+        EvictionConfigError: also if ``values`` has settings but names no policy.
+
+    """
+    config = parse_config(values)
+    if isinstance(values, dict) and values and "policy" not in values:
         raise EvictionConfigError(
             f"{', '.join(map(flag_name, values))} without {flag_name('policy')} would do nothing: "
             f"set {flag_name('policy')}, {_choose(POLICY_NAMES)}."

@@ -191,37 +191,44 @@ class _Batch:
 
 
 def _make_read_keys(batch: _Batch) -> Callable[[int], None]:
-    """Add up all keys of a layer as int64, each thread every n-th page."""
+    """Add up all keys of a layer as int64, page by page, with the prefetching of page mass."""
     import numba
     import numpy as np
 
     from vllm_evict.scores.cpu_threads import num_threads, run_on_all_threads
-    from vllm_evict.scores.cpu_vector import as_pointer, fetch_add
+    from vllm_evict.scores.cpu_vector import as_pointer, fetch_add, prefetch
+
+    table = batch.block_table.flatten()
+    num_heads, num_pages = batch.options.kv_heads, len(table)
+    page_words = batch.options.page * batch.options.head_size * batch.query.element_size() // 8
 
     @numba.cfunc(numba.void(numba.types.voidptr), error_model="numpy")
     def read(pointer):
-        job = numba.carray(pointer, 7, np.int64)
-        table = numba.carray(as_pointer(job[1]), job[2], np.int32)
+        job = numba.carray(pointer, 6, np.int64)
+        next_task, sink = job.ctypes.data, job.ctypes.data + 40
+        blocks = numba.carray(as_pointer(job[1]), num_pages, np.int32)
+        pages_per_task = 32
+        total = np.int64(0)
         while True:
-            i = fetch_add(job.ctypes.data, 1)
-            if i >= job[2]:
-                return
-            total = np.int64(0)
-            for head in range(job[5]):
-                keys = numba.carray(as_pointer(job[3] + table[i] * job[4] + head * job[6]), job[7 - 1] // 16, np.int64)
-                for j in range(len(keys)):
-                    total += keys[j]
-            fetch_add(job.ctypes.data + 56, total)
-
-    table = batch.block_table.flatten()
+            task = fetch_add(next_task, 1)
+            first = task // num_heads * pages_per_task
+            if first >= num_pages:
+                break
+            base = job[2] + task % num_heads * job[4]
+            last = min(first + pages_per_task, num_pages) - 1
+            for page in range(first, last + 1):
+                keys = numba.carray(as_pointer(base + blocks[page] * job[3]), page_words, np.int64)
+                ahead = base + blocks[min(page + 2, last)] * job[3]
+                for line in range(0, page_words, 8):
+                    prefetch(ahead + 8 * line)
+                    for word in range(line, line + 8):
+                        total += keys[word]
+        fetch_add(sink, total)
 
     def run(layer: int) -> None:
         keys = batch.layers[layer][0]
-        size = keys.element_size()
-        job = np.array(
-            [0, table.data_ptr(), len(table), keys.data_ptr(), keys.stride(0) * size, keys.shape[1],
-             keys.stride(1) * size, 0]
-        )
+        block_bytes, head_bytes = (stride * keys.element_size() for stride in keys.stride()[:2])
+        job = np.array([0, table.data_ptr(), keys.data_ptr(), block_bytes, head_bytes, 0])
         run_on_all_threads(read.address, job.ctypes.data, num_threads())
 
     return run

@@ -124,8 +124,7 @@ def settings_from_args(args: argparse.Namespace) -> dict[str, Any] | None:
             settings[field] = value
     if not settings:
         return None
-    merged = merge_settings(getattr(args, "additional_config", None), settings)
-    parse_config(merged[CONFIG_KEY])
+    parse_config(settings)
     return settings
 
 

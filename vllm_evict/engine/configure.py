@@ -5,7 +5,7 @@ from __future__ import annotations
 import vllm
 from vllm.config import VllmConfig
 
-from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError, flag_name, parse_config
+from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError, flag_name, parse_request
 from vllm_evict.engine.log import logger
 from vllm_evict.engine.support import check_supported, check_vllm_version
 from vllm_evict.engine.trace import check_writable
@@ -27,7 +27,7 @@ def requested_config(additional_config: object) -> EvictionConfig:
     """
     if not isinstance(additional_config, dict) or CONFIG_KEY not in additional_config:
         return EvictionConfig()
-    return parse_config(additional_config[CONFIG_KEY])
+    return parse_request(additional_config[CONFIG_KEY])
 
 
 def config_of(vllm_config: VllmConfig) -> EvictionConfig:

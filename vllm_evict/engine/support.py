@@ -189,6 +189,15 @@ def check_vllm_version(version: str) -> None:
         )
 
 
+def refused(vllm_config: VllmConfig, config: EvictionConfig) -> list[Refusal]:
+    """Everything in ``vllm_config`` that does not go together with ``config``."""
+    return [
+        refusal
+        for refusal in REFUSALS
+        if (not refusal.policies or config.policy in refusal.policies) and refusal.applies(vllm_config)
+    ]
+
+
 def check_supported(vllm_config: VllmConfig, config: EvictionConfig) -> None:
     """Refuse what does not go together.
 
@@ -196,11 +205,8 @@ def check_supported(vllm_config: VllmConfig, config: EvictionConfig) -> None:
         EvictionConfigError: the first unsupported combination, both sides named.
 
     """
-    for refusal in REFUSALS:
-        if refusal.policies and config.policy not in refusal.policies:
-            continue
-        if refusal.applies(vllm_config):
-            raise EvictionConfigError(
-                f"{flag_name('policy')} {config.policy} does not work with {refusal.feature}: "
-                f"{refusal.why}. Way out: {refusal.instead}, or drop {flag_name('policy')}."
-            )
+    for refusal in refused(vllm_config, config):
+        raise EvictionConfigError(
+            f"{flag_name('policy')} {config.policy} does not work with {refusal.feature}: "
+            f"{refusal.why}. Way out: {refusal.instead}, or drop {flag_name('policy')}."
+        )

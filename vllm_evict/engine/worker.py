@@ -26,7 +26,7 @@ class EvictionWorkerMixin:
     eviction: EvictionRuntime
 
     def load_model(self, **kwargs) -> None:
-        with attention_backends(_BACKENDS):
+        with attention_backends(_BACKENDS, self.vllm_config):
             super().load_model(**kwargs)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
