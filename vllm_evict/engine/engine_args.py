@@ -32,7 +32,7 @@ class EvictionEngineArgs:
         """Put the flags' values into ``additional_config``."""
         with one_line_errors():
             settings = settings_from_args(args)
-        engine_args.additional_config = merge_settings(engine_args.additional_config, settings)
+            engine_args.additional_config = merge_settings(engine_args.additional_config, settings)
         setattr(engine_args, _FROM_CLI, True)
 
     def before_engine_config(self, engine_args: EngineArgs) -> None:
