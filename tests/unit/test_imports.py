@@ -131,7 +131,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 HOOKED = """
-import json, os, sys
+import io, json, os, sys
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1 import kv_cache_spec_registry
@@ -175,6 +175,19 @@ VLLM_FIRST = (
     + SNAPSHOT
     + """
 from vllm.plugins import load_general_plugins
+
+filtered = os.fork()  # a vLLM whose user has filtered the plugin out
+if filtered == 0:
+    os.environ["VLLM_PLUGINS"] = ""
+    sys.stderr = io.StringIO()
+    try:
+        AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--kv-eviction", "h2o"])
+        code = None
+    except SystemExit as stop:
+        code = stop.code
+    print(json.dumps(["filtered", {"code": code, "error": sys.stderr.getvalue()}]), flush=True)
+    os._exit(0)
+os.waitpid(filtered, 0)
 
 kv_cache_spec_registry.KVCacheSpecRegistry.get_manager_class(FullAttentionSpec)
 before = snapshot()
@@ -257,3 +270,9 @@ def test_our_modules_first_is_the_same(results):
     assert result["flags"] == ["--kv-eviction"]
     assert result["wrappers"] == [1, 1, 1]
     assert result["managers"] == ["EvictingBlockManager", "FullAttentionManager", "SlidingWindowManager"]
+
+
+def test_filtered_out_by_vllm_plugins_the_flag_is_unknown(results):
+    """C47: an error, not silently vanilla."""
+    assert results["filtered"]["code"] == 2
+    assert "unrecognized arguments: --kv-eviction" in results["filtered"]["error"]
