@@ -15,7 +15,7 @@ from vllm_evict import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("vllm_evict.launch", "run `vllm serve` with eviction and defaults for this machine"),
     "model": ("vllm_evict.embedded_model", "prepare the embedded model and print its folder"),
-    "plan": ("vllm_evict.planning.command", "how many requests fit a device, without and with eviction, and what to set"),
+    "plan": ("vllm_evict.planning.command", "how many requests fit, without and with eviction, and what to set"),
     "policies": ("vllm_evict.policies.command", "list the policies"),
     "doctor": ("vllm_evict.doctor", "check this environment, and whether a model and flags would be accepted"),
     "bench": ("vllm_evict.bench.command", "measure what eviction costs and brings"),

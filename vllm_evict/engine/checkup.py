@@ -72,7 +72,7 @@ def check_model(model: str, options: Sequence[str]) -> list[Finding]:
             settings = (engine_args.additional_config or {}).get(CONFIG_KEY, {})
             plain = _plain_config(engine_args)
     except (Exception, SystemExit) as error:  # whatever vLLM makes of it, the user gets to read it
-        return [Finding("vLLM itself", False, f"refuses this: {_last_line(error)}")]
+        return [Finding("vLLM itself", False, f"refuses this: {_gist(error)}")]
     plain.additional_config = {**plain.additional_config, CONFIG_KEY: settings}
     findings = [_runner(plain), _backend(plain)]
     config = config_of(plain)
@@ -125,7 +125,7 @@ def _backend(config: VllmConfig) -> Finding:
                 model.get_head_size(), model.dtype, config.cache_config.cache_dtype, use_mla=model.use_mla
             )
     except (ImportError, ValueError) as error:
-        return Finding("attention backend", False, f"none: {_last_line(error)}")
+        return Finding("attention backend", False, f"none: {_gist(error)}")
     return Finding("attention backend", None, f"{backend.get_name()} ({backend.__module__}.{backend.__name__})")
 
 
@@ -147,6 +147,8 @@ def _command_line_errors() -> Iterator[None]:
         raise ValueError(printed.getvalue().strip() or "wrong command line") from None
 
 
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+def _gist(error: BaseException) -> str:
+    """The line of a message that says it: argparse and pydantic both end with it, pydantic with a link after it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("For further information visit")]
     return lines[-1] if lines else type(error).__name__
