@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from vllm_evict.bench.engine_process import EngineProcess
+from vllm_evict.bench.model_facts import embedded_model, kv_bytes_per_token
 from vllm_evict.bench.text import real_text
 from vllm_evict.config import DEFAULT_SCORE_EVERY
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    model = args.model or str(_embedded_model())
+    model = args.model or str(embedded_model())
     tokens = _tokenize(model, real_text(args.text))
     ratios = _speed(args, model, tokens)
     if not args.no_overlap:
@@ -54,7 +55,7 @@ def _speed(args: argparse.Namespace, model: str, tokens: list[int]) -> dict[str,
         max_model_len=max_tokens + args.new_tokens,
         max_num_seqs=args.batch,
         block_size=32,
-        kv_cache_memory_bytes=_kv_bytes(model, args.dtype, num_tokens=2 * args.batch * (max_tokens + 64)),
+        kv_cache_memory_bytes=kv_bytes_per_token(model, args.dtype) * 2 * args.batch * (max_tokens + 64),
         skip_tokenizer_init=True,
     )
     eviction = {
@@ -124,7 +125,7 @@ def _overlap(args: argparse.Namespace, model: str, tokens: list[int]) -> float:
                 block_size=32,
                 enable_prefix_caching=False,
                 skip_tokenizer_init=True,
-                kv_cache_memory_bytes=_kv_bytes(model, args.dtype, num_tokens=len(prompts) * (len(prompts[0]) + 512)),
+                kv_cache_memory_bytes=kv_bytes_per_token(model, args.dtype) * len(prompts) * (len(prompts[0]) + 512),
                 # One token of each request a step: real text, decoded.
                 long_prefill_token_threshold=1,
             )
@@ -152,23 +153,6 @@ def _evicted_pages(trace: Path) -> dict[str, set[int]]:
 
 
 # ---- text ----------------------------------------------------------------------
-
-
-def _embedded_model() -> Path:
-    from vllm_evict.embedded_model import embedded_model_path
-
-    return embedded_model_path()
-
-
-def _kv_bytes(model: str, dtype: str, num_tokens: int) -> int:
-    """Memory that holds `num_tokens` tokens of a plain full-attention model."""
-    import torch
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    elements = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
-    return num_tokens * elements * getattr(torch, dtype).itemsize
 
 
 def _tokenize(model: str, text: str) -> list[int]:
