@@ -1,0 +1,343 @@
+"""What must hold of a `Run`: one function, one property. Each raises AssertionError with the place.
+
+The first group compares with the oracle or with numbers counted by hand; the second compares parts of the product (the
+scheduler's books, the worker's table, vLLM's pool) with each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from tests.engine.harness import Pool, Row, Run
+from tests.oracle.mass import accumulated_mass, distant_mean, ema_mass, mean_mass
+from tests.oracle.trace import TraceLine
+
+LOGIT_TOLERANCE = 1e-4
+MASS_TOLERANCE = 2e-5  # per observed query: fp32 softmax, summed over heads and layers
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The settings in pages, counted from the documentation and not from the product."""
+
+    budget_pages: int
+    sink_pages: int
+    recent_pages: int
+    peak_pages: int
+
+    @classmethod
+    def of(cls, run: Run) -> Limits:
+        pages = lambda tokens: math.ceil(tokens / run.page_tokens)  # noqa: E731
+        budget, sink = run.eviction["budget"], run.eviction.get("sink", 4)
+        recent = run.eviction.get("recent")
+        if recent is None:
+            wish = budget - sink if run.eviction["policy"] == "streaming" else budget // 2
+            recent_pages = max(min(pages(wish), pages(budget) - pages(sink)), 1)
+        else:
+            recent_pages = max(pages(recent), 1)
+        return cls(pages(budget), pages(sink), recent_pages, pages(budget) + pages(run.chunk_tokens) + 1)
+
+
+def _pages(tokens: int, run: Run) -> int:
+    return -(-tokens // run.page_tokens)
+
+
+# ---- against the oracle, or counted by hand ----
+
+
+def logits(run: Run, tolerance: float = LOGIT_TOLERANCE) -> float:
+    """Raw logits of every output token are those of the eager forward under the traced mask; returns the worst."""
+    worst = 0.0
+    for name, answer in run.answers.items():
+        for index, epoch in _sampled(run, name).items():
+            expected = run.reference(name, epoch).logits[len(answer.prompt) - 1 + index]
+            error = (answer.logits[index] - expected[answer.logit_tokens[index]]).abs().max().item()
+            assert error <= tolerance, f"{name}, output token {index} of epoch {epoch}: logits are {error:.2e} off"
+            worst = max(worst, error)
+    assert run.answers
+    return worst
+
+
+def greedy_tokens(run: Run) -> None:
+    """Every output token is the oracle's first choice (or a tie with it)."""
+    for name, answer in run.answers.items():
+        for index, epoch in _sampled(run, name).items():
+            expected = run.reference(name, epoch).logits[len(answer.prompt) - 1 + index]
+            loss = (expected.max() - expected[answer.tokens[index]]).item()
+            assert loss <= 2 * LOGIT_TOLERANCE, (
+                f"{name}, output token {index}: {answer.tokens[index]}, the oracle says {int(expected.argmax())}"
+            )
+
+
+def _sampled(run: Run, name: str) -> dict[int, int]:
+    """Output index -> epoch in which it was sampled; all of them."""
+    answer = run.answers[name]
+    sampled = {row.num_tokens - len(answer.prompt): row.epoch for row in run.rows(name) if row.samples}
+    assert sorted(sampled) == list(range(len(answer.tokens))), f"{name}: sampled {sorted(sampled)}"
+    return sampled
+
+
+def positions(run: Run) -> None:
+    """Per epoch, the model sees positions 0, 1, 2, ... without gap; after a prefix hit it starts behind the hit."""
+    for name in run.answers:
+        for epoch in run.epochs(name):
+            rows = run.rows_of_epoch(name, epoch)
+            seen = [position for row in rows for position in row.positions]
+            first = rows[0].num_cached_tokens
+            assert seen == list(range(first, first + len(seen))), f"{name}, epoch {epoch}: positions {seen}"
+        last = len(run.answers[name].prompt) + len(run.answers[name].tokens) - 1
+        assert seen[-1] == last - 1, f"{name}: last position {seen[-1]} of {last} computed tokens"
+
+
+def held_pages(run: Run) -> None:
+    """Pages held = what was there, cut to the budget, and the pages that the step opens. No more, no fewer."""
+    budget = Limits.of(run).budget_pages
+    for number, step in enumerate(run.steps):
+        for name, row in step.rows.items():
+            before = _pages(row.num_computed_tokens, run)
+            opened = _pages(row.num_computed_tokens + row.num_scheduled_tokens, run) - before
+            held = sum(block is not None for block in row.table)
+            expected = min(before, budget) + opened
+            place = f"step {number}, {name}: holds {held} pages, should hold {expected}"
+            if all(line.reason == "budget" for line in run.lines(name, row.epoch)):
+                assert held == expected, place
+            else:  # short of memory, a request gives more than it must
+                assert opened <= held <= expected, place
+
+
+def bounds(run: Run) -> int:
+    """Nobody exceeds budget + chunk + 1 pages, nor budget + 1 when decoding; returns the observed peak."""
+    limits, peak = Limits.of(run), 0
+    for number, step in enumerate(run.steps):
+        for name, row in step.rows.items():
+            held = sum(block is not None for block in row.table)
+            peak = max(peak, held)
+            assert held <= limits.peak_pages, f"step {number}, {name}: {held} pages, bound {limits.peak_pages}"
+            if row.num_scheduled_tokens == 1:
+                assert held <= limits.budget_pages + 1, f"step {number}, {name}: {held} pages while decoding"
+    return peak
+
+
+def unscheduled_are_trimmed(run: Run) -> int:
+    """A live request that sits a step out is held to the budget all the same; returns how often one sat out."""
+    budget, count = Limits.of(run).budget_pages, 0
+    for number, step in enumerate(run.steps):
+        for name, table in step.scheduled.tables.items():
+            if name not in step.rows:
+                count += 1
+                held = sum(block is not None for block in table)
+                assert held <= budget, f"step {number}: {name} is not scheduled and holds {held} pages"
+    return count
+
+
+def choices(run: Run) -> None:
+    """The evicted pages are those that the policy's definition names, given the oracle's masses."""
+    limits = Limits.of(run)
+    assert any(run.trace.values())
+    for name in run.answers:
+        for line in run.lines(name):
+            newest = (line.num_computed_tokens - 1) // run.page_tokens
+            num_processed = line.num_computed_tokens // run.page_tokens
+            candidates = [
+                page
+                for page in line.resident
+                if page >= limits.sink_pages and page <= newest - limits.recent_pages and page < num_processed
+            ]
+            place = f"{name} at {line.num_computed_tokens} tokens: evicted {line.pages} of {line.resident}"
+            assert set(line.pages) <= set(candidates), f"{place}, open were {candidates}"
+            if line.reason == "budget":
+                assert len(line.pages) == len(line.resident) - limits.budget_pages, place
+            if run.eviction["policy"] == "streaming":
+                assert list(line.pages) == candidates[: len(line.pages)], f"{place}, oldest are {candidates}"
+            elif run.eviction["policy"] == "h2o":
+                scores = expected_scores(run, name, line)
+                value = {page: math.inf if scores[page].isnan() else scores[page].item() for page in candidates}
+                kept = min((value[page] for page in candidates if page not in line.pages), default=math.inf)
+                gone = max(value[page] for page in line.pages)
+                assert gone <= kept * (1 + 1e-4), f"{place}, scores {value}"
+
+
+def masses(run: Run) -> float:
+    """The scores in the trace are those of the eager attention weights; returns the worst error per observed query."""
+    worst, count = 0.0, 0
+    for name in run.answers:
+        for line in run.lines(name):
+            expected = expected_scores(run, name, line)
+            for page, score in line.score_of().items():
+                place = (
+                    f"{name} at {line.num_computed_tokens} tokens, page {page}: {score}, oracle {expected[page]:.6g}"
+                )
+                if math.isnan(score):  # nobody has judged the page yet
+                    assert expected[page].isnan(), place
+                    continue
+                queries = line.num_computed_tokens if run.eviction.get("score") == "sum" else 1
+                error = abs(score - expected[page].item()) / queries
+                assert error <= MASS_TOLERANCE, place  # NaN fails too
+                worst, count = max(worst, error), count + 1
+    assert count, "no eviction with scores"
+    return worst
+
+
+def expected_scores(run: Run, name: str, line: TraceLine) -> torch.Tensor:
+    """float64 `[pages]` from eager attention weights and the documented rule of which queries are observed."""
+    kind = run.eviction.get("score", "distant-mean")
+    mass = run.reference(name, line.epoch).page_mass.clone()
+    observed = observed_queries(run, name, line.epoch, line.num_computed_tokens)
+    unobserved = torch.ones(len(mass), dtype=torch.bool)
+    unobserved[observed] = False
+    mass[unobserved] = torch.nan
+    num_tokens = line.num_computed_tokens
+    if kind == "distant-mean":
+        budget = run.eviction["budget"]
+        recent = run.eviction.get("recent") or max(budget // 2, 1)
+        return distant_mean(mass, run.page_tokens, num_tokens, max(recent // 2, 1))
+    if kind == "ema":
+        return ema_mass(mass, run.page_tokens, num_tokens, half_life_queries=64)
+    mean = mean_mass(mass, run.page_tokens, num_tokens)
+    if kind == "mean":
+        return mean
+    assert kind == "sum"
+    first_query = run.rows_of_epoch(name, line.epoch)[0].num_computed_tokens
+    if len(observed) == num_tokens - first_query:
+        return torch.where(mean.isnan(), mean, accumulated_mass(mass, num_tokens))
+    # Of a sample: the mean, times the number of queries that could see the page.
+    first_token = torch.arange(mass.shape[1]) * run.page_tokens
+    return mean * (num_tokens - first_token.clamp(min=first_query))
+
+
+def observed_queries(run: Run, name: str, epoch: int, num_tokens: int) -> list[int]:
+    """Positions whose attention was looked at: the last N of each chunk, every k-th decoded token."""
+    last_of_chunk, every = run.eviction.get("prefill_queries", 64), run.eviction.get("score_every", 4)
+    observed = []
+    for row in run.rows(name):
+        first, stop = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
+        if row.epoch != epoch or stop > num_tokens:
+            continue
+        if row.num_scheduled_tokens == 1:
+            observed += [first] if stop % every == 0 else []
+        else:
+            observed += range(first if last_of_chunk == "all" else max(first, stop - last_of_chunk), stop)
+    return observed
+
+
+def hashed_pages_are_exact(run: Run) -> None:
+    """What a prefix look-up may find was computed before its request's first hole."""
+    for number, step in enumerate(run.steps):
+        for name, row in step.rows.items():
+            lines = run.lines(name, row.epoch)
+            if not lines:
+                continue
+            first_hole_at = lines[0].num_computed_tokens
+            for page, block in enumerate(row.table):
+                if block in step.scheduled.hashed:
+                    assert (page + 1) * run.page_tokens <= first_hole_at, (
+                        f"step {number}, {name}: page {page} is hashed; the first hole came at {first_hole_at} tokens"
+                    )
+
+
+# ---- the product's parts against each other ----
+
+
+def pool(run: Run) -> None:
+    """O-POOL, at both moments of every step."""
+    for number, step in enumerate(run.steps):
+        for moment, state in (("scheduled", step.scheduled), ("settled", step.settled)):
+            pool_state(state, f"step {number}, {moment}")
+
+
+def pool_state(state: Pool, place: str = "") -> None:
+    """free + held + 1 null = total; a reference count is the number of tables naming the block."""
+    named = Counter(block for table in state.tables.values() for block in table if block is not None)
+    free = set(state.free)
+    assert len(free) == len(state.free), f"{place}: a block is in the free queue twice"
+    assert state.null not in free and state.null not in named, f"{place}: the null block is in use"
+    assert not free & set(named), f"{place}: blocks {sorted(free & set(named))} are free and in a table"
+    assert len(free) + len(named) + 1 == state.num_blocks, (
+        f"{place}: {len(free)} free + {len(named)} held + 1 null is not {state.num_blocks}"
+    )
+    wrong = {b: (n, named[b]) for b, n in state.ref_counts.items() if n != named[b]}
+    assert not wrong, f"{place}: block: (reference count, tables naming it) {wrong}"
+
+
+def slots(run: Run) -> None:
+    """Each token is written to the block of its logical page, which is nobody's null."""
+    for number, step in enumerate(run.steps):
+        for name, row in step.rows.items():
+            for token, slot in enumerate(row.slots):
+                position = row.num_computed_tokens + token
+                page, offset = divmod(position, run.page_tokens)
+                block = row.table[page]
+                assert block is not None and slot == block * run.page_tokens + offset, (
+                    f"step {number}, {name}: position {position} goes to slot {slot}, its page is block {block}"
+                )
+
+
+def attended(run: Run) -> None:
+    """The kernel reads exactly the request's resident blocks, in order, and all their tokens."""
+    for number, step in enumerate(run.steps):
+        for name, row in step.rows.items():
+            assert row.attended == _resident(row), (
+                f"step {number}, {name}: reads blocks {row.attended}, holds {row.table}"
+            )
+            num_holes = row.table.count(None)
+            expected = row.num_computed_tokens + row.num_scheduled_tokens - num_holes * run.page_tokens
+            assert row.physical_tokens == expected, (
+                f"step {number}, {name}: reads {row.physical_tokens} tokens, {expected} are resident"
+            )
+
+
+def _resident(row: Row) -> tuple[int, ...]:
+    return tuple(block for block in row.table if block is not None)
+
+
+def written_once(run: Run) -> None:
+    """Between two hand-outs of a block no slot is written twice, and the null block never."""
+    written: dict[int, set[int]] = {}
+    for number, step in enumerate(run.steps):
+        for block in step.allocated:
+            written[block] = set()
+        for name, row in step.rows.items():
+            for slot in row.slots:
+                block = slot // run.page_tokens
+                assert block != step.scheduled.null, f"step {number}, {name}: writes the null block"
+                taken = written.setdefault(block, set())
+                assert slot not in taken, f"step {number}, {name}: slot {slot} of block {block} was written before"
+                taken.add(slot)
+
+
+def trace_is_the_tables(run: Run) -> None:
+    """The holes in every table are the pages that the trace says were evicted by then."""
+    for number, step in enumerate(run.steps):
+        for name, row in step.rows.items():
+            evicted = {
+                page
+                for line in run.lines(name, row.epoch)
+                if line.num_computed_tokens <= row.num_computed_tokens
+                for page in line.pages
+            }
+            holes = {page for page, block in enumerate(row.table) if block is None}
+            assert holes == evicted, f"step {number}, {name}: holes {sorted(holes)}, trace {sorted(evicted)}"
+
+
+ALWAYS = (
+    logits,
+    greedy_tokens,
+    positions,
+    held_pages,
+    bounds,
+    choices,
+    hashed_pages_are_exact,
+    pool,
+    slots,
+    attended,
+    written_once,
+    trace_is_the_tables,
+)
+"""Hold of every run with evictions (`masses` needs a policy that keeps scores)."""
+
+QUIET = tuple(check for check in ALWAYS if check is not choices)
+"""Hold of every run."""
