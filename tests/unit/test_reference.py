@@ -348,6 +348,46 @@ def test_a_batch_is_its_rows(models, name, make_cache):
     assert not torch.equal(together, generate(model, prompts))  # it did evict
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("budget", [BUDGET, 24])
+@every_cache
+def test_padding_between_turns(models, make_cache, budget):
+    """The second turn of a batch is padded too: row 1 is `........ttttttttttt...ttt` and then goes on."""
+    model = models("tiny")
+    turns = [[random_tokens(20), random_tokens(11, seed=1)], [random_tokens(6), random_tokens(3, seed=2)]]
+    turns += [[token, token + 1] for token in random_tokens(8, seed=3).clamp(max=VOCAB_TOKENS - 2).split(1)]
+    cache, alone, mask = make_cache(budget), make_cache(budget), torch.zeros(2, 0, dtype=torch.long)
+    with cache.attached_to(model), alone.attached_to(model):
+        for rows in turns:
+            pads = torch.tensor([len(rows[0]) - len(row) for row in rows])
+            tokens = torch.stack([torch.cat([row.new_zeros(pad), row]) for row, pad in zip(rows, pads, strict=True)])
+            mask = torch.cat([mask, (torch.arange(len(rows[0])) >= pads[:, None]).long()], dim=1)
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -len(rows[0]) :]
+            logits = model(tokens, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            expected = model(rows[1][None], past_key_values=alone).logits[0]
+            torch.testing.assert_close(logits[1, pads[1] :], expected, atol=TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+@every_cache
+def test_rows_may_move(models, make_cache):
+    """Beam search reorders, repeats and selects rows; what is known about their tokens must go along."""
+    model, turns = models("tiny"), [random_tokens(2, num_tokens, seed=num_tokens) for num_tokens in (16, 4, 1)]
+    moves = [lambda cache, rows: cache.reorder_cache(rows), lambda cache, rows: cache.batch_select_indices(rows)]
+    moves += [lambda cache, rows: (cache.batch_repeat_interleave(2), cache.batch_select_indices(2 * rows + 1))]
+    swapped = torch.tensor([1, 0])
+    for move in moves:
+        cache, expected = make_cache(BUDGET), make_cache(BUDGET)
+        with cache.attached_to(model), expected.attached_to(model):
+            for turn, tokens in enumerate(turns):
+                if turn == 1:
+                    move(cache, swapped)
+                logits = model(tokens[swapped] if turn else tokens, past_key_values=cache).logits
+                expected_logits = model(tokens, past_key_values=expected).logits
+            torch.testing.assert_close(logits, expected_logits[swapped], atol=TOLERANCE, rtol=0)
+            assert torch.equal(cache.layers[1].positions, expected.layers[1].positions[swapped])
+
+
 @pytest.mark.parametrize("kind", ["h2o", "streaming"])
 def test_settings_of_generate(models, kind):
     """Reset, a prompt in chunks, beams, a second turn."""

@@ -157,12 +157,7 @@ class EvictingCache(Cache):
         self.begin(module.layer_idx, real_tokens(kwargs["attention_mask"], hidden_states))
         layer = self.layers[module.layer_idx]
         changed: dict[str, Any] = {
-            "attention_mask": causal_mask(
-                layer.positions,
-                num_queries=num_queries,
-                num_heads=module.config.num_attention_heads,
-                dtype=hidden_states.dtype,
-            )
+            "attention_mask": causal_mask(layer.positions[:, 0], num_queries=num_queries, dtype=hidden_states.dtype)
         }
         if self._rotary is not None:
             # All heads hold the same number of tokens, so the new ones' places are the same in each.

@@ -1,4 +1,8 @@
-"""Who may look at whom. transformers' mask assumes that a cache holds the newest tokens; ours has gaps."""
+"""Who may look at whom.
+
+transformers takes the slots of a cache for the newest tokens of the text. Ours has gaps, so where padding stands
+between tokens (a second turn of a batch) that mask would hide tokens and show padding.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,19 @@ def real_tokens(attention_mask: torch.Tensor | None, hidden_states: torch.Tensor
     return (own.diagonal(dim1=-2, dim2=-1) == 0).expand(batch, num_queries)
 
 
-def causal_mask(positions: torch.Tensor, *, num_queries: int, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a query may look and the least number elsewhere: ``[batch, num_heads, num_queries, num_slots]``.
+def causal_mask(positions: torch.Tensor, *, num_queries: int, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a query may look and the least number elsewhere: ``[batch, 1, num_queries, num_slots]``.
+
+    One mask for all heads: they may hold different tokens, but all older than the queries, and padding stands in the
+    same slots of each, for it leaves before any token does.
 
     Args:
-        positions: long ``[batch, num_kv_heads, num_slots]``, -1 for padding; the last ``num_queries`` are the queries'.
+        positions: long ``[batch, num_slots]`` of any head, -1 for padding; the last ``num_queries`` are the queries'.
         num_queries: tokens of this step.
-        num_heads: query heads.
         dtype: of the attention logits.
 
     """
-    query = positions[..., -num_queries:, None]
-    key = positions[..., None, :]
+    query = positions[:, None, -num_queries:, None]
+    key = positions[:, None, None, :]
     may_look = (key >= 0) & (key <= query)
-    # Query head h reads KV head h // heads_per_kv_head.
-    may_look = may_look.repeat_interleave(num_heads // positions.shape[1], dim=1)
     return torch.zeros_like(may_look, dtype=dtype).masked_fill(~may_look, torch.finfo(dtype).min)
