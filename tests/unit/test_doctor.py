@@ -99,7 +99,8 @@ CASES = {
     "default": [],
     "off": ["--kv-eviction", "none"],
     "streaming": ["--kv-eviction", "streaming", "--kv-eviction-budget", "96", "--block-size", "64"],
-    "many faults": ["--kv-cache-dtype", "fp8", "-pp", "2", "--kv-eviction-sink", "9000"],
+    "many faults": ["--kv-eviction", "h2o", "--kv-cache-dtype", "fp8", "-pp", "2", "--kv-eviction-sink", "9000"],
+    "no policy": ["--kv-eviction-budget", "1024"],
     "unknown flag": ["--no-such-flag"],
     "wrong value": ["--kv-eviction", "best"],
     "vllm refuses": ["--max-model-len", "999999"],
@@ -188,16 +189,17 @@ def test_every_fault_is_named_at_once(results):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
+        ("no policy", "--kv-eviction-budget without --kv-eviction"),
         ("unknown flag", "unrecognized arguments: --no-such-flag"),
         ("wrong value", "invalid choice: 'best'"),
         ("vllm refuses", "max_model_len"),
         ("no such model", "/no/such/model"),
     ],
 )
-def test_what_vllm_itself_refuses(results, case, words):
+def test_what_the_server_would_refuse_at_once(results, case, words):
     status, _ = results[case]
     [fault] = faults(results[case])
-    assert status == 1 and fault.startswith("refuses this: ") and words in fault
+    assert status == 1 and fault.startswith("would refuse this: ") and words in fault
 
 
 # ---- policies ----

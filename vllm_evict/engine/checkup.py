@@ -22,7 +22,7 @@ from vllm_evict.engine.engine_args import EvictionEngineArgs
 from vllm_evict.engine.support import check_vllm_version, refused
 
 DEFAULT_POLICY = "h2o"
-"""Checked where the flags name no policy; what `vllm-evict serve` uses."""
+"""Checked where there is no flag of eviction; what `vllm-evict serve` uses."""
 
 
 class Finding(NamedTuple):
@@ -69,10 +69,10 @@ def check_model(model: str, options: Sequence[str]) -> list[Finding]:
     try:
         with _command_line_errors():
             engine_args = _engine_args(model, options)
-            settings = (engine_args.additional_config or {}).get(CONFIG_KEY, {})
+            settings = engine_args.additional_config[CONFIG_KEY]
             plain = _plain_config(engine_args)
     except (Exception, SystemExit) as error:  # whatever vLLM makes of it, the user gets to read it
-        return [Finding("vLLM itself", False, f"refuses this: {_gist(error)}")]
+        return [Finding("vllm serve", False, f"would refuse this: {_gist(error)}")]
     plain.additional_config = {**plain.additional_config, CONFIG_KEY: settings}
     findings = [_runner(plain), _backend(plain)]
     config = config_of(plain)
@@ -97,8 +97,9 @@ def _engine_args(model: str, options: Sequence[str]) -> AsyncEngineArgs:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([model, *options])
     args.model = model
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    settings = {"policy": DEFAULT_POLICY, **(engine_args.additional_config or {}).get(CONFIG_KEY, {})}
-    engine_args.additional_config = {**(engine_args.additional_config or {}), CONFIG_KEY: settings}
+    additional_config = engine_args.additional_config or {}
+    settings = additional_config.get(CONFIG_KEY) or {"policy": DEFAULT_POLICY}
+    engine_args.additional_config = {**additional_config, CONFIG_KEY: settings}
     return engine_args
 
 

@@ -14,6 +14,7 @@ GIB = 2**30
 # What the engine refuses whatever the policy, and the plan can see. `vllm-evict doctor` knows the whole list.
 REFUSED_LATENT = "eviction refuses MLA: the rows with a budget are what it would be"
 REFUSED_KV_DTYPE = "eviction refuses a quantised cache: the rows with a budget are what it would be"
+NOTHING_TO_EVICT = "every layer has a sliding window already: there is nothing to evict"
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,11 @@ def make_plan(
         pages = layout.request_pages(config)
         return Row(name, pages, fit(pages, num_pages))
 
-    rows = (row(EvictionConfig(), "full cache"), *(row(config, config.policy) for config in configs))
+    evicting = configs if shape.num_full_layers else ()
+    rows = (row(EvictionConfig(), "full cache"), *(row(config, config.policy) for config in evicting))
     notes = []
+    if not evicting:
+        notes.append(NOTHING_TO_EVICT)
     if shape.latent:
         notes.append(REFUSED_LATENT)
     if serving.kv_dtype.startswith("fp8"):
@@ -121,11 +125,11 @@ def _advice(layout: CacheLayout, rows: Sequence[Row], policy: str, batch: int, n
     serving = layout.serving
     if rows[0].fit.num_requests >= batch:
         return f"nothing: {batch} request(s) of {serving.context_tokens:,} tokens fit without eviction"
-    budget = largest_budget_tokens(layout, policy, batch, num_pages)
+    budget = largest_budget_tokens(layout, policy, batch, num_pages) if layout.num_full_tables else None
     if budget is None:
         return (
             f"no budget makes {batch} request(s) fit: lower --max-num-batched-tokens (a prompt's chunk is held whole "
-            "until the next step), or the batch, or give more memory"
+            "until its step is done), --max-model-len or the batch, or give more memory"
         )
     return (
         f"{flag_name('policy')} {policy} {flag_name('budget')} {budget} --block-size {serving.page_tokens} "
