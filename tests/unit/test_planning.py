@@ -397,6 +397,7 @@ CASES = {
     "as many sliding as full": case(gemma("sfsfsf")),
     "5 sliding to 1 full": case(gemma("sssssf")),
     "5 sliding to 1 full, streaming": case(gemma("sssssf"), 100),
+    "3 sliding, 2 full: at the limit of vLLM's rule": case(gemma("sfsfs")),
     "4 sliding, 3 full: padded": case(gemma("sfsfsfs")),
     "5 sliding, 2 full: padded, streaming": case(gemma("ssfssfs"), 200),
     "all sliding": case(
