@@ -20,7 +20,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -33,7 +39,8 @@ from vllm_evict.engine.spec import EvictingAttentionSpec
 from vllm_evict.pages import pages_for
 
 PAGE_TOKENS = 4
-STOCK_SPEC = FullAttentionSpec(block_size=PAGE_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+LAYER = {"block_size": PAGE_TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+STOCK_SPEC = FullAttentionSpec(**LAYER)
 
 
 def configured(
@@ -67,15 +74,19 @@ def make_spec(config: VllmConfig) -> EvictingAttentionSpec:
     return EvictingAttentionSpec.from_full_attention(STOCK_SPEC, settings, config)
 
 
-def make_scheduler(config: VllmConfig, spec: FullAttentionSpec | None = None) -> Scheduler:
-    """The scheduler that `config` asks for; without eviction settings vLLM's own."""
+def window_spec(window_tokens: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**LAYER, sliding_window=window_tokens)
+
+
+def make_scheduler(config: VllmConfig, specs: list[KVCacheSpec] | None = None) -> Scheduler:
+    """The scheduler that `config` asks for; without eviction settings vLLM's own. `specs`: one per group."""
     init_none_hash(sha256)
     evicting = CONFIG_KEY in config.additional_config
-    spec = spec or (make_spec(config) if evicting else STOCK_SPEC)
+    specs = specs or [make_spec(config) if evicting else STOCK_SPEC]
     kv_cache_config = KVCacheConfig(
         num_blocks=config.cache_config.num_gpu_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)],
     )
     ours = AsyncEvictionScheduler if config.scheduler_config.async_scheduling else EvictionScheduler
     return (ours if evicting else Scheduler)(
@@ -127,18 +138,30 @@ class Step:
 
 
 class Bench:
-    """Drives scheduler and worker, and checks everything after every step."""
+    """Drives scheduler and worker, and checks everything after every step.
 
-    def __init__(self, stock: VllmConfig, *, spec: FullAttentionSpec | None = None, policy="streaming", **options):
+    Args:
+        stock: a config of vLLM's own.
+        policy: with a budget of 4 pages, 1 of them sink, 2 recent, unless `settings` says otherwise.
+        window_tokens: if given, there is a group of sliding-window layers as well (and it comes first).
+        options: see `configured`.
+
+    """
+
+    def __init__(self, stock: VllmConfig, *, policy="streaming", window_tokens: int | None = None, **options):
         settings = {"policy": policy, "budget": 16, "sink": 4, "recent": 8} | options.pop("settings", {})
         self.config = configured(stock, settings, **options)
         self.settings = EvictionConfig(**settings)
         self.budget = self.settings.page_budget(PAGE_TOKENS)
-        self.scheduler = make_scheduler(self.config, spec)
+        self.window_tokens = window_tokens
+        spec = make_spec(self.config)
+        self.scheduler = make_scheduler(self.config, [window_spec(window_tokens), spec] if window_tokens else [spec])
         self.manager = self.scheduler.page_evictor
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.max_pages = self.manager.kv_cache_spec.max_pages
-        self.table = ResidentTable(0, None)
+        self.managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        self.table = ResidentTable(self.manager.kv_cache_group_id, None)
+        self.window_table = ResidentTable(0, None) if window_tokens else None
         self.steps_in_flight = 2 if self.config.scheduler_config.async_scheduling else 1
         self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.steps: list[Step] = []
@@ -189,6 +212,8 @@ class Bench:
         output = self.scheduler.schedule()
         update = update_of(output)
         self.table.apply(output, update)
+        if self.window_table is not None:
+            self.window_table.apply(output, EvictionUpdate())
         restarted = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         step = Step(output, update, self._run(output, update))
         for request_id in output.num_scheduled_tokens:
@@ -281,23 +306,30 @@ class Bench:
         """Write this step's tokens, then look at everything the request reads."""
         request = self.table[request_id]
         assert request.num_scheduled_tokens == num_tokens
-        block_of = dict(zip(request.pages.tolist(), request.block_ids.tolist(), strict=True))
         first = request.num_computed_tokens
+        # Per group: the block of each page, and the first token that is read.
+        groups = [(dict(zip(request.pages.tolist(), request.block_ids.tolist(), strict=True)), 0)]
+        if self.window_table is not None:
+            row = self.window_table[request_id]
+            oldest_read = max(first - self.window_tokens + 1, 0)
+            groups.append((dict(zip(row.pages.tolist(), row.block_ids.tolist(), strict=True)), oldest_read))
         exact = all(
-            page in block_of and all(slot is None or slot[1] for slot in self._kv[block_of[page]])
-            for page in range(first // PAGE_TOKENS)
+            page in block_of and self._kv[block_of[page]][slot][1]
+            for block_of, oldest_read in groups
+            for page, slot in (divmod(position, PAGE_TOKENS) for position in range(oldest_read, first))
         )
         for position in range(first, first + num_tokens):
             page, slot = divmod(position, PAGE_TOKENS)
-            exact = exact and all(entry[1] for entry in self._kv[block_of[page]][:slot])
-            self._kv[block_of[page]][slot] = (self._fingerprint(request_id, position), exact)
-        for page, block_id in block_of.items():
-            for slot in range(min(PAGE_TOKENS, first + num_tokens - page * PAGE_TOKENS)):
-                entry = self._kv[block_id][slot]
-                position = page * PAGE_TOKENS + slot
-                assert entry is not None and entry[0] == self._fingerprint(request_id, position), (
-                    f"{request_id!r} reads foreign or overwritten text at token {position}, block {block_id}"
-                )
+            for block_of, _ in groups:
+                self._kv[block_of[page]][slot] = (self._fingerprint(request_id, position), exact)
+        for block_of, oldest_read in groups:
+            for page, block_id in block_of.items():
+                for slot in range(min(PAGE_TOKENS, first + num_tokens - page * PAGE_TOKENS)):
+                    entry = self._kv[block_id][slot]
+                    position = page * PAGE_TOKENS + slot
+                    assert position < oldest_read or (entry and entry[0] == self._fingerprint(request_id, position)), (
+                        f"{request_id!r} reads foreign or overwritten text at token {position}, block {block_id}"
+                    )
 
     # ---- checks ----
 
@@ -313,18 +345,24 @@ class Bench:
         """O-POOL."""
         null, free = self.pool.null_block, self.pool.free_block_queue.get_all_free_blocks()
         free_ids = [block.block_id for block in free]
-        tables = {r: [b.block_id for b in blocks if b is not null] for r, blocks in self.manager.req_to_blocks.items()}
-        named = Counter(block_id for ids in tables.values() for block_id in ids)
+        tables = [
+            [block.block_id for block in blocks if block is not null]
+            for manager in self.managers
+            for blocks in manager.req_to_blocks.values()
+        ]
+        named = Counter(block_id for ids in tables for block_id in ids)
         assert len(free_ids) == len(set(free_ids)) == self.pool.get_num_free_blocks()
         assert len(free_ids) + len(named) + 1 == len(self.pool.blocks), "free + held + 1 null = total"
         assert not set(free_ids) & set(named) and null.block_id not in free_ids
-        for ids in tables.values():
+        for ids in tables:
             assert len(ids) == len(set(ids)), "a request names a block twice"
         for block in self.pool.blocks:
             if block is not null:
                 assert block.ref_cnt == named[block.block_id], f"block {block.block_id}"
                 assert not block.is_null
-        assert null.is_null and null.ref_cnt == self._null_ref_cnt and null.block_hash is None
+        assert null.is_null and null.block_hash is None
+        if self.window_table is None:  # vLLM's own window groups count it
+            assert null.ref_cnt == self._null_ref_cnt
 
     def _check_state(self) -> None:
         running = {request.request_id for request in self.scheduler.running}
