@@ -23,13 +23,15 @@ from vllm_evict.scores.cpu_kernel import (
     FINISH_LANES,
     PLAN_ERRORS,
     ROW_MAJOR,
+    ROW_MAJOR_LANES,
     Job,
     Kernel,
     compile_kernel,
+    queries_per_block,
 )
 from vllm_evict.scores.cpu_layout import KeyLayout, detect_key_layout
 from vllm_evict.scores.cpu_threads import num_threads, run_on_all_threads
-from vllm_evict.scores.cpu_vector import max_lanes
+from vllm_evict.scores.cpu_vector import CACHE_LINE_BYTES, max_lanes
 
 __all__ = ["KeyLayout", "ObservedQueries", "add_page_mass", "detect_key_layout", "warm_up"]
 
@@ -38,7 +40,7 @@ _ELEMENTS = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-_LOG2_E = 1 / math.log(2)
+_LOG2_E = math.log2(math.e)
 #: Scratch for peaks and sums; a larger batch is done in several passes over K.
 MAX_SCRATCH_BYTES = 64 << 20
 
@@ -84,10 +86,13 @@ class ObservedQueries:
 
 
 def warm_up(*, dtype: torch.dtype, layout: KeyLayout) -> None:
-    """Compile the kernel now (a few seconds), so that the first request does not wait for it.
+    """Compile the kernel now (3 s of CPU time), so that the first request does not wait for it.
 
     dtype:  of query and K cache
-    layout: what `detect_key_layout` found; one compilation per layout
+    layout: what `detect_key_layout` found
+
+    Nothing is kept on disk: Numba's cache would need a writable place, and its entries are not
+    renewed when a function in another file changes.
     """
     _kernel_for(dtype, layout)
 
@@ -127,21 +132,21 @@ def add_page_mass(
     """
     _validate(query, key_cache, block_table, observed, page_mass, layout)
     num_observed = len(observed)
-    if num_observed == 0 or observed.max_visible_tokens <= 0:
-        if num_observed and observed.visible_tokens.min() < 0:
-            raise ValueError(f"page mass: {PLAN_ERRORS[3]}")
+    if num_observed == 0:
         return
     kernel = _kernel_for(query.dtype, layout)
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
     element_bytes = query.element_size()
-    groups = -(-observed.max_visible_tokens // kernel.lanes)
+    heads_per_kv_head = num_heads // num_kv_heads
+    groups = max(1, -(-observed.max_visible_tokens // kernel.lanes))
     job = Job(
         query=query.data_ptr(),
         query_token_bytes=query.stride(0) * element_bytes,
         query_head_bytes=query.stride(1) * element_bytes,
         num_tokens=query.shape[0],
         num_kv_heads=num_kv_heads,
-        heads_per_kv_head=num_heads // num_kv_heads,
+        heads_per_kv_head=heads_per_kv_head,
+        queries_per_block=queries_per_block(heads_per_kv_head),
         key_cache=key_cache.data_ptr(),
         key_block_bytes=key_cache.stride(0) * element_bytes,
         key_head_bytes=key_cache.stride(1) * element_bytes,
@@ -179,7 +184,7 @@ class _Scratch(threading.local):
 
     def regions(self, *sizes_bytes: int) -> list[int]:
         """Addresses of regions of at least these sizes, each at a cache line of its own."""
-        line = 64
+        line = CACHE_LINE_BYTES
         offsets, end = [], 0
         for size in sizes_bytes:
             offsets.append(end)
@@ -196,7 +201,7 @@ _scratch = _Scratch()
 def _run(kernel: Kernel, job: Job) -> None:
     num_heads = job.num_kv_heads * job.heads_per_kv_head
     summary_bytes = 4 * job.num_observed * num_heads * job.groups_stride
-    job.tile_bytes = kernel.tile_bytes(job.head_size, job.heads_per_kv_head)
+    job.tile_bytes = kernel.tile_bytes(job)
     job.first_query, job.tasks_left, job.tiles, job.peaks, job.sums = _scratch.regions(
         8 * (job.num_observed + 1),
         8 * job.num_observed,
@@ -215,16 +220,24 @@ def _run(kernel: Kernel, job: Job) -> None:
 def _kernel_for(dtype: torch.dtype, layout: KeyLayout) -> Kernel:
     if dtype not in _ELEMENTS:
         raise ValueError(f"page mass: dtype {dtype} is not supported, use one of {[*_ELEMENTS]}")
-    lanes = math.gcd(layout.token_group, max_lanes())
+    lanes = math.gcd(layout.token_group, ROW_MAJOR_LANES if layout.is_row_major else max_lanes())
     interleave = ROW_MAJOR if layout.is_row_major else layout.dim_interleave
     return compile_kernel(_ELEMENTS[dtype], lanes, interleave)
 
 
-def _validate(query, key_cache, block_table, observed, page_mass, layout) -> None:
+def _validate(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    observed: ObservedQueries,
+    page_mass: torch.Tensor,
+    layout: KeyLayout,
+) -> None:
     """Refuse whatever the compiled code would read wrongly; indices are checked by `plan`."""
     if key_cache.dtype != query.dtype:
         raise ValueError(f"page mass: key_cache is {key_cache.dtype}, query is {query.dtype}")
-    num_blocks_heads, page_shape = key_cache.shape[:2], (layout.block_size, layout.head_size)
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
+    page_shape = (layout.block_size, layout.head_size)
     if key_cache.shape[2:] != page_shape or key_cache.stride()[2:] != (layout.head_size, 1):
         raise ValueError(
             f"page mass: key_cache has shape {tuple(key_cache.shape)} and strides "
@@ -236,8 +249,8 @@ def _validate(query, key_cache, block_table, observed, page_mass, layout) -> Non
             f"page mass: query has shape {tuple(query.shape)} and strides {query.stride()}, "
             f"expected [num_tokens, num_heads, {layout.head_size}] with contiguous heads"
         )
-    if query.shape[1] % num_blocks_heads[1]:
-        raise ValueError(f"page mass: {query.shape[1]} query heads do not divide by {num_blocks_heads[1]} KV heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"page mass: {num_heads} query heads are no multiple of {num_kv_heads} KV heads")
     if block_table.dtype != torch.int32 or block_table.stride(1) != 1:
         raise ValueError("page mass: block_table must be int32 with contiguous rows")
     if page_mass.dtype != torch.float32 or page_mass.stride(1) != 1 or page_mass.shape[0] != len(observed):

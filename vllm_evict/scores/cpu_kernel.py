@@ -19,6 +19,7 @@ import numba
 import numpy as np
 
 from vllm_evict.scores.cpu_vector import (
+    CACHE_LINE_BYTES,
     ELEMENT_BYTES,
     as_pointer,
     fetch_add,
@@ -32,8 +33,12 @@ from vllm_evict.scores.cpu_vector import (
 
 #: The `interleave` of row-major K.
 ROW_MAJOR = 0
+#: Its keys are gathered one by one, so wide vectors only make more code.
+ROW_MAJOR_LANES = 8
 
-# Called by compiled code only, so nothing to call it from Python or C is made (a second less).
+# Functions called by compiled code only: nothing to call them from Python or C is made, which
+# takes a second off the compilation. (`work` is itself the C function for the same reason: every
+# level of calls optimises all code below it once more.)
 _compiled = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 #: Query rows (observed queries x query heads of one KV head) that share one pass over a page. More
@@ -61,6 +66,7 @@ class Job(ctypes.Structure):
         ("num_tokens", _int),
         ("num_kv_heads", _int),
         ("heads_per_kv_head", _int),
+        ("queries_per_block", _int),  # at most, see `queries_per_block`
         ("key_cache", _int),  # [num_blocks, num_kv_heads, one page in its KeyLayout]
         ("key_block_bytes", _int),
         ("key_head_bytes", _int),
@@ -120,18 +126,15 @@ class Kernel:
     lanes: int  # tokens per group
     keep_alive: object
 
-    def tile_bytes(self, head_size: int, heads_per_kv_head: int) -> int:
-        """Scratch per thread, a multiple of a cache line."""
-        floats = rows_per_task(heads_per_kv_head) * head_size + max_tile_rows() * self.lanes
-        return -(-4 * floats // 64) * 64
+    def tile_bytes(self, job: Job) -> int:
+        """Scratch per thread: the packed queries of a task, then one tile of logits."""
+        packed = job.queries_per_block * job.heads_per_kv_head * job.head_size
+        floats = packed + max_tile_rows() * self.lanes
+        return -(-4 * floats // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
 
 def queries_per_block(heads_per_kv_head: int) -> int:
     return max(1, MAX_ROWS_PER_TASK // heads_per_kv_head)
-
-
-def rows_per_task(heads_per_kv_head: int) -> int:
-    return queries_per_block(heads_per_kv_head) * heads_per_kv_head
 
 
 @functools.cache
@@ -139,21 +142,17 @@ def compile_kernel(element: str, lanes: int, interleave: int) -> Kernel:
     """Compile (once per process) the kernel that reads groups of `lanes` tokens.
 
     element:    "float32", "bfloat16" or "float16"
-    lanes:      `lanes_of(layout)`
-    interleave: dims side by side, or ROW_MAJOR; head size, page size and token group are not
-                compiled in, so all models of a dtype share one kernel
+    lanes:      a power of two that divides the layout's token group
+    interleave: the layout's, or ROW_MAJOR
+    Head size, page size and token group are not compiled in: most models share one kernel.
     """
     work = _make_work(element, lanes, interleave)
-
-    def entry(pointer):
-        work(numba.carray(pointer, 1, _JOB))
-
-    c_function = numba.cfunc(numba.void(numba.types.voidptr), error_model="numpy")(entry)
+    c_function = numba.cfunc(numba.void(numba.types.voidptr), error_model="numpy")(work)
     return Kernel(
         plan=_compile_plan(),
         work_address=c_function.address,
         lanes=lanes,
-        keep_alive=(work, c_function),
+        keep_alive=c_function,
     )
 
 
@@ -173,7 +172,6 @@ def _compile_plan():
         tasks_left = numba.carray(as_pointer(job.tasks_left), job.num_observed, np.int64)
         table_shape = (job.num_rows, job.table_row_elements)
         table = numba.carray(as_pointer(job.block_table), table_shape, np.int32)
-        queries_per_block = max(1, MAX_ROWS_PER_TASK // job.heads_per_kv_head)
 
         num_blocks = 0
         longest = 0
@@ -194,7 +192,7 @@ def _compile_plan():
                 if not 0 <= table[row[i], page] < job.num_blocks:
                     return BAD_BLOCK
             checked_pages = max(checked_pages, num_pages)
-            if new_row or i - first_query[num_blocks - 1] >= queries_per_block:
+            if new_row or i - first_query[num_blocks - 1] >= job.queries_per_block:
                 first_query[num_blocks] = i
                 num_blocks += 1
         first_query[num_blocks] = job.num_observed
@@ -224,7 +222,7 @@ def _make_finish():
 
     @_compiled
     def finish(job, block):
-        """Turn the peaks and sums of a query block into probabilities, and add them to its pages."""
+        """Turn peaks and sums of a query block into probabilities, and add them to its pages."""
         first_query = numba.carray(as_pointer(job.first_query), block + 2, np.int64)
         visible = numba.carray(as_pointer(job.observed_visible), job.num_observed, np.int32)
         num_heads = job.num_kv_heads * job.heads_per_kv_head
@@ -258,8 +256,8 @@ def _make_work(element: str, lanes: int, interleave: int):
     do_task = _make_task(element, lanes, interleave)
     finish = _make_finish()
 
-    @_compiled
-    def work(jobs):
+    def work(pointer):
+        jobs = numba.carray(pointer, 1, _JOB)
         job = jobs[0]
         next_task = jobs.ctypes.data + _NEXT_TASK
         next_thread = jobs.ctypes.data + _NEXT_THREAD

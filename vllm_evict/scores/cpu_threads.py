@@ -1,10 +1,13 @@
 """Run a compiled function on the OpenMP threads that torch and vLLM already use.
 
-vLLM pins one OpenMP thread to each core it was given, and those threads spin while they wait. A second pool (Numba's own,
-concurrent.futures, ...) would fight them: its threads inherit the one-core mask of the main thread, or sit on a core where
-an OpenMP thread spins. So none is made: `run_on_all_threads` asks the OpenMP runtime that is already loaded, through
-GOMP_parallel, the entry point behind every `#pragma omp parallel` that GCC compiles (libgomp has it, so have the
-libiomp5 and libomp that vLLM may preload). Thread count, binding and spinning stay as vLLM set them up.
+vLLM pins one OpenMP thread to each core it was given, and those threads spin while they wait. Any
+other pool fights them: its threads are born with the one-core mask of the main thread (Numba's
+workqueue layer: both of two threads on core 0, half the speed), or sit where an OpenMP thread
+spins. So none is made. `run_on_all_threads` asks the OpenMP runtime that is already loaded, through
+GOMP_parallel, the function behind every `#pragma omp parallel` that GCC compiles; libgomp has it,
+and so have libiomp5 and libomp, which vLLM may preload instead. The number of threads, their cores
+and their spinning stay as vLLM set them up. Numba's own omp layer would do as well (measured: alike)
+but needs a libgomp.so.1.0.0 on the system, and quietly becomes workqueue where there is none.
 """
 
 import ctypes
@@ -35,7 +38,7 @@ def num_threads() -> int:
 
 
 def run_on_all_threads(function_address: int, argument_address: int, threads: int) -> None:
-    """Call `void function(void *argument)` once on each of `threads` threads and wait; the GIL is released meanwhile."""
+    """Call `void function(void *argument)` once on each thread, and wait, without the GIL."""
     openmp = _openmp()
     if openmp is None:
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function_address)(argument_address)

@@ -1,10 +1,12 @@
 """Vector instructions for the page-mass kernel, as LLVM IR inside Numba.
 
-Numba vectorises plain loops when it likes to; here the width is spelled out, because the kernel lives or dies by keeping
-its sums in registers, and because Numba knows neither bfloat16 nor float16. Each factory returns a Numba intrinsic that
-takes addresses (int64) and is inlined into the caller; LLVM cuts the vectors to what the machine has (AVX-512, AVX2, NEON).
+Numba vectorises plain loops when it likes to; here the width is spelled out, because all depends on
+keeping the sums in registers, and because Numba knows neither bfloat16 nor float16. Each factory
+returns a Numba intrinsic that takes addresses (int64) and is inlined into its caller; LLVM cuts the
+vectors to what the machine has (AVX-512, AVX2, NEON).
 
-No fast-math flags anywhere: garbage lanes may hold NaN and are dropped by `select`, which is only safe without them.
+No fast-math flags anywhere: lanes of unwritten slots may hold NaN and are dropped by `select`,
+which is only safe without them.
 """
 
 import functools
@@ -192,7 +194,7 @@ def make_dot(element: str, max_rows: int, lanes: int, interleave: int, row_major
     out:        address of float32 [rows, lanes]
     """
     dims_per_load = 1 if row_major else interleave
-    dims_per_iteration = max(_DIMS_PER_ITERATION, dims_per_load)
+    dims_per_iteration = 1 if row_major else max(_DIMS_PER_ITERATION, dims_per_load)
 
     def build_loop(b: ir.IRBuilder, rows, q, k, num_dims, step_bytes, ahead, out):
         entry, loop = b.block, b.append_basic_block(f"dims.of.{rows}.rows")
@@ -252,11 +254,12 @@ def make_dot(element: str, max_rows: int, lanes: int, interleave: int, row_major
 
 
 def make_summarize(lanes: int):
-    """summarize(logits, limit, softcap, peak_out, sum_out): max and sum of exp2(logit - max) over the first `limit` lanes.
+    """summarize(logits, limit, softcap, peak_out, sum_out): max, and sum of exp2(logit - max).
 
-    logits:   address of float32 [lanes], in units of log 2 (or, if capped, of twice that over softcap)
-    limit:    number of lanes that count; at least 1
-    softcap:  float32 in units of log 2; 0 = none. Else the logit is softcap * tanh(y), with exp2(logits) = exp(2 y)
+    logits:   address of float32 [lanes], in units of log 2; with softcap see there
+    limit:    number of lanes that count, the first ones; at least 1
+    softcap:  float32 in units of log 2; 0 = none. Else `logits` holds x = log2(exp(2 y)), and the
+              logit is softcap * tanh(y)
     peak_out, sum_out: addresses of one float32 each
     """
 

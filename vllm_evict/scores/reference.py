@@ -1,12 +1,13 @@
 """Page mass, written to be read: what the fast kernels must compute.
 
-Every query spreads a probability of 1 over the tokens it may see (softmax of its attention logits), once per query
-head. The *mass of a page* is how much of that lands on the page's tokens. Pages that gather mass are the heavy hitters
-worth keeping.
+Every query spreads a probability of 1 over the tokens it may see (softmax of its attention logits),
+once per query head. The *mass of a page* is how much of that lands on the page's tokens. Pages that
+gather mass are the heavy hitters, worth keeping.
 
-Based on H2O, "Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (arXiv 2306.14048).
-Differs from the paper: mass is summed over a whole page (vLLM block) and over the query heads of a layer instead of being
-kept per token and head, because a page is what vLLM can free.
+Based on H2O, "Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
+(arXiv 2306.14048).
+Differs from the paper: mass is summed over a whole page (vLLM block) and over the query heads of a
+layer instead of being kept per token and head, because a page is what vLLM can free.
 
 Example, one head, pages of 2 tokens, a query that sees 3 tokens with logits log 1, log 2, log 5:
     softmax           1/8  2/8  5/8
