@@ -99,5 +99,6 @@ def test_any_order(stock_config, options):
         machine(stock_config, happened, **options),
         settings=settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True),
     )
-    assert happened["evicted"] > 300 and happened["resumed"] > 30
-    assert happened["long hits"] > 5 or "window_tokens" in options
+    # Far below what was seen: which examples Hypothesis makes depends on the modules that are loaded.
+    assert happened["evicted"] > 50 and happened["resumed"] > 5
+    assert happened["long hits"] > 1 or "window_tokens" in options
