@@ -76,7 +76,7 @@ def _child(pipe: Connection, model: str, eviction: dict[str, Any] | None, engine
     # In-process, so that a step is timed and not the way to another process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         from vllm import LLM
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -26,19 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder of the model (default: the embedded one)")
     parser.add_argument("--batch", type=int, default=16, help="requests decoding together")
     parser.add_argument("--budget", type=int, default=1024, help="tokens")
-    parser.add_argument("--new-tokens", type=int, default=64, help="decoded per request and round")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; medians are reported")
+    parser.add_argument("--new-tokens", type=int, default=17, help="decoded per request and round")
+    parser.add_argument("--rounds", type=int, default=16, help="short interleaved rounds; medians are reported")
     parser.add_argument("--score-every", type=int, default=DEFAULT_SCORE_EVERY, help="of h2o")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--text", help="file with real text (default: the Python language reference)")
-    parser.add_argument("--no-overlap", action="store_true", help="skip the comparison of evicted pages")
+    parser.add_argument("--part", choices=("all", "speed", "overlap"), default="all")
 
 
 def run(args: argparse.Namespace) -> int:
     model = args.model or str(embedded_model())
     tokens = _tokenize(model, real_text(args.text))
-    ratios = _speed(args, model, tokens)
-    if not args.no_overlap:
+    ratios = _speed(args, model, tokens) if args.part != "overlap" else {}
+    if args.part != "speed":
         ratios["overlap"] = _overlap(args, model, tokens)
     print("ratios: " + " ".join(f"{name}={value:.3f}" for name, value in ratios.items()))
     return 0
@@ -78,6 +79,7 @@ def _speed(args: argparse.Namespace, model: str, tokens: list[int]) -> dict[str,
                 for policy, engine in engines.items():
                     timing = engine.decode(prompts, args.new_tokens)
                     speeds[state, policy].append(timing.tokens_per_second)
+                    print(f"  {state}, {policy}: {timing.tokens_per_second:.1f} tokens/s", file=sys.stderr, flush=True)
     finally:
         for engine in engines.values():
             engine.close()
