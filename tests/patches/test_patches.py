@@ -148,7 +148,7 @@ def run(code, *args, vllm=None):
     if vllm is not None:
         environment["PYTHONPATH"] = str(vllm)
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, *map(str, args)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -167,8 +167,10 @@ def model(tmp_path_factory):
     return tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def test_flags_reach_the_config_through_the_patched_hook(patched, model):
-    [result, refused], stderr = run(FLAGS, model, vllm=patched)
+def test_flags_reach_the_config_through_the_patched_hook(patched, tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "vocab_size": 512}))
+    [result, refused], stderr = run(FLAGS, tmp_path, vllm=patched)
     assert result == {
         "vllm": str(patched / "vllm" / "__init__.py"),
         "wrapped": [],

@@ -485,7 +485,7 @@ def vllm():
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     argv = [sys.executable, "-c", ENGINES, json.dumps([CASES, DEEPSEEK])]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))
