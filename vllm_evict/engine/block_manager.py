@@ -123,6 +123,17 @@ class EvictingBlockManager(FullAttentionManager):
         pages.scores = scores
         pages.awaits_scores = False
 
+    def num_exact_tokens(self, request_id: str, num_tokens: int) -> int:
+        """How many of the request's first ``num_tokens`` were computed while all before them was visible.
+
+        Only their pages may be offered to others, in every group: what a hole hid from one layer
+        is missing from the input of the next.
+        """
+        pages = self._pages.get(request_id)
+        if pages is None or pages.exact_tokens is None:
+            return num_tokens
+        return min(num_tokens, pages.exact_tokens)
+
     def resident_pages(self, request_id: str) -> int:
         """Pages the request holds now."""
         pages = self._pages.get(request_id)
@@ -246,13 +257,6 @@ class EvictingBlockManager(FullAttentionManager):
             pages = self._pages[request_id]
             view = self._view(pages, num_local_computed_tokens, num_local_computed_tokens)
             self._record_holes(self._requests[request_id], pages, view, plan)
-
-    def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
-        """Hash only pages computed before the request's first hole: later ones saw less."""
-        pages = self._pages.get(request.request_id)
-        if pages is not None and pages.exact_tokens is not None:
-            num_tokens = min(num_tokens, pages.exact_tokens)
-        super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request; holes have nothing to give back."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.request import Request
 
 _MARK = "_vllm_evict_hooked"
 
@@ -88,3 +93,17 @@ def attention_backends(overrides: dict[AttentionBackendEnum, str], vllm_config: 
         for backend in overrides:
             backend.clear_override()
         selector._cached_get_attn_backend.cache_clear()
+
+
+def limit_prefix_cache(coordinator: KVCacheCoordinator, num_hashable_tokens: Callable[[str, int], int]) -> None:
+    """Hash of a request's pages, in every group, only what ``num_hashable_tokens(request id, tokens)`` allows.
+
+    A block manager decides for its own group only, and window layers beside evicting ones have vLLM's. Remove
+    when the coordinator asks all managers for the limit of a request.
+    """
+    cache_blocks = coordinator.cache_blocks
+
+    def cache_blocks_up_to_limit(request: Request, num_computed_tokens: int) -> None:
+        cache_blocks(request, num_hashable_tokens(request.request_id, num_computed_tokens))
+
+    coordinator.cache_blocks = cache_blocks_up_to_limit
