@@ -340,6 +340,14 @@ def test_one_line_and_status_1(capsys, tmp_path, argv, words):
     assert err.startswith("vllm-evict plan: error: ") and words in err
 
 
+def test_name_of_a_model_that_cannot_be_had(capsys):
+    """Tests are offline: a name is looked for in the local cache only."""
+    status, _, err = run(capsys, "nobody/no-such-model", "--memory", "80GiB")
+    assert status == 1 and err.startswith(
+        "vllm-evict plan: error: 'nobody/no-such-model' is neither a file nor a folder"
+    )
+
+
 def test_not_a_config(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(PlanError, match="not a model's config"):
