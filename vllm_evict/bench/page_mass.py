@@ -1,16 +1,17 @@
-"""How long page mass takes, next to the two things it can be compared with, in the same run.
+"""How long page mass takes, next to what it can be compared with, in the same run.
 
     python -m vllm_evict.bench.page_mass [--batch 16 --tokens 1024 ...]
 
 - read K: load every key of the batch once and add up the bits, on the same threads; the floor.
 - attention: vLLM's own kernel on the same batch (reads K and V).
 - page mass: one call per layer.
-- decode step: a whole layer's matrix products, cache write and attention, with and without page
-  mass after the attention; the difference is what a scored step costs in a real process, where
-  page mass takes turns with torch's OpenMP threads and finds nothing in the cache.
+- in a step: the same call inside a decode step (each layer's matrix products, cache write and
+  attention), where page mass takes turns with torch's OpenMP threads and finds K in the cache only
+  if attention left it there.
 
-Rounds are interleaved and medians compared, because a shared machine drifts. Threads are set up as
-vLLM's CPU worker does it: a fresh process with libgomp preloaded and one thread pinned per core.
+Every call is one layer. Rounds are interleaved. On a shared machine most calls are interrupted, so
+besides the median the 5 % quantile is given: calls that had the cores to themselves. Threads are set
+up as vLLM's CPU worker does it: a fresh process, libgomp preloaded, one thread pinned per core.
 """
 
 import argparse
@@ -171,23 +172,19 @@ class _Batch:
             layout=self.layout,
         )
 
-    def decode_step(self, score: bool) -> None:
+    def decode_step(self, before: Callable[[int], None], after: Callable[[int], None]) -> None:
+        """One token of every request through all layers, with hooks around attention."""
         torch, o = self.torch, self.options
         linear = torch.nn.functional.linear
         hidden = torch.ones(len(self.query), o.hidden, dtype=self.query.dtype)
         for layer, weights in enumerate(self.weights):
             linear(hidden, weights["qkv"])
             self._cache(self.key, *self.layers[layer], self.slots)
-            self.attention(layer)
-            if score:
-                self.score(layer)
+            before(layer)
+            after(layer)
             hidden = hidden + linear(self.output.flatten(1), weights["o"])
             gate, up = linear(hidden, weights["up"]).chunk(2, dim=-1)
             hidden = hidden + linear(torch.nn.functional.silu(gate) * up, weights["down"])
-
-    def each_layer(self, what: Callable[[int], None]) -> None:
-        for layer in range(self.options.layers):
-            what(layer)
 
 
 def _make_read_keys(batch: _Batch) -> Callable[[int], None]:
@@ -234,38 +231,43 @@ def _make_read_keys(batch: _Batch) -> Callable[[int], None]:
     return run
 
 
+def _timed(what: Callable[[int], None], milliseconds: list[float]) -> Callable[[int], None]:
+    def run(layer: int) -> None:
+        start = time.perf_counter()
+        what(layer)
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+
+    return run
+
+
 def _measure(options: argparse.Namespace) -> None:
     batch = _Batch(options)
-    read_keys = _make_read_keys(batch)
+    calls = {"read K": _make_read_keys(batch), "attention": batch.attention, "page mass": batch.score}
     start = time.perf_counter()
     batch.score(0)
     print(f"compile and first call: {time.perf_counter() - start:.1f} s")
-    runs = {
-        "read K": lambda: batch.each_layer(read_keys),
-        "attention": lambda: batch.each_layer(batch.attention),
-        "page mass": lambda: batch.each_layer(batch.score),
-        "step": lambda: batch.decode_step(score=False),
-        "step + page mass": lambda: batch.decode_step(score=True),
-    }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(options.rounds + 2):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if round_ >= 2:  # the first rounds fault memory in and wake the threads
-                times[name].append(1e3 * (time.perf_counter() - start))
-    median = {name: statistics.median(values) for name, values in times.items()}
-    least = {name: min(values) for name, values in times.items()}
-    for name in runs:
-        print(f"{name:18} median {median[name]:8.2f} ms   least {least[name]:8.2f} ms")
-    added = {k: v["step + page mass"] - v["step"] for k, v in (("median", median), ("least", least))}
-    print(f"K per step {batch.key_bytes / 1e6:.0f} MB, read at {batch.key_bytes / 1e6 / least['read K']:.1f} GB/s")
+    times: dict[str, list[float]] = {name: [] for name in (*calls, "attention in a step", "in a step")}
+    for round_ in range(options.rounds + 1):
+        if round_ == 1:  # the first round faults memory in and wakes the threads
+            for values in times.values():
+                values.clear()
+        for name, call in calls.items():
+            for layer in range(options.layers):
+                _timed(call, times[name])(layer)
+        batch.decode_step(
+            _timed(batch.attention, times["attention in a step"]), _timed(batch.score, times["in a step"])
+        )
+    quantile = {}
+    for name, values in times.items():
+        quantile[name] = options.layers * statistics.quantiles(values, n=20)[0]
+        median = options.layers * statistics.median(values)
+        print(f"{name:20} {options.layers} layers: {quantile[name]:8.2f} ms (median {median:8.2f} ms)")
+    print(f"K per step {batch.key_bytes / 1e6:.0f} MB, read at {batch.key_bytes / 1e6 / quantile['read K']:.1f} GB/s")
     print(
-        f"ratios: page-mass/read-K={median['page mass'] / median['read K']:.2f} "
-        f"page-mass/attention={median['page mass'] / median['attention']:.2f} "
-        f"added-in-step/read-K={added['median'] / median['read K']:.2f} "
-        f"added-in-step={added['median']:.2f}ms added-least={added['least']:.2f}ms "
-        f"step-with/without={median['step + page mass'] / median['step']:.2f}"
+        f"ratios: page-mass/read-K={quantile['page mass'] / quantile['read K']:.2f} "
+        f"page-mass/attention={quantile['page mass'] / quantile['attention']:.2f} "
+        f"in-step/read-K={quantile['in a step'] / quantile['read K']:.2f} "
+        f"in-step/attention={quantile['in a step'] / quantile['attention in a step']:.2f}"
     )
 
 
