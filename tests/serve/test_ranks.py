@@ -1,0 +1,99 @@
+"""Several processes behind one server, on a tiny model: tensor-parallel ranks, API servers, data-parallel engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.tiny import VOCAB_TOKENS, tiny
+from tests.serve.server import Server
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+P = 32  # tokens in a page
+# The first ends below the budget of four pages, the others evict in prefill and while they answer.
+LENGTHS = (P, 3 * P + 5, 7 * P, 12 * P + 5)
+NEW_TOKENS = 3 * P
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def serving(model: Path, folder: Path, policy: str, *options: str, **environment: str) -> Iterator[Server]:
+    trace = folder / "trace.jsonl"
+
+    def command(port: int) -> list[str]:
+        program = str(Path(sys.executable).with_name("vllm"))
+        eviction = ["--kv-eviction", policy, "--kv-eviction-budget", str(4 * P), "--kv-eviction-trace", str(trace)]
+        sizes = ["--max-model-len", "1024", "--max-num-batched-tokens", str(2 * P), "--kv-cache-memory-bytes", "16M"]
+        network = ["--host", "127.0.0.1", "--port", str(port)]
+        return [
+            *(program, "serve", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"),
+            *(*network, *eviction, *sizes, *options),
+        ]
+
+    server = Server(command, folder, model="tiny", trace=trace, environment={"OMP_NUM_THREADS": "1"} | environment)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.stop()
+
+
+def answers(server: Server) -> dict[int, tuple[list[int], list[tuple[int, tuple[int, ...]]]]]:
+    """By prompt length: the tokens, and when which pages went."""
+    found = {}
+    for length in LENGTHS:
+        prompt = torch.randint(0, VOCAB_TOKENS, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        answer = server.complete(prompt, NEW_TOKENS, extra_body={"ignore_eos": True, "return_token_ids": True})
+        tokens = answer.choices[0].token_ids
+        assert len(tokens) == NEW_TOKENS and answer.usage.prompt_tokens == length
+        lines = [line for lines in server.trace(answer).values() for line in lines]
+        found[length] = tokens, [(line.num_computed_tokens, line.pages) for line in lines]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    """`alone(policy)`: what one rank answers."""
+    known = {}
+
+    def get(policy: str):
+        if policy not in known:
+            with serving(model, tmp_path_factory.mktemp(policy), policy) as server:
+                known[policy] = answers(server)
+        return known[policy]
+
+    return get
+
+
+def test_streaming_on_two_tensor_parallel_ranks(model, alone, tmp_path):
+    options = ("--tensor-parallel-size", "2")
+    with serving(model, tmp_path, "streaming", *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+        assert "world_size=2 rank=1" in server.log
+        found = answers(server)
+    assert found == alone("streaming")
+    assert [bool(lines) for _, lines in found.values()] == [False, True, True, True]
+
+
+def test_two_api_servers(model, alone, tmp_path):
+    """The flag is known in both, and the one engine evicts."""
+    with serving(model, tmp_path, "h2o", "--api-server-count", "2") as server:
+        (line,) = [line for line in server.log.splitlines() if "KV eviction h2o" in line]
+        assert "budget 128 tokens = 4 pages" in line
+        assert answers(server) == alone("h2o")
+
+
+def test_two_data_parallel_engines(model, alone, tmp_path):
+    """Each engine evicts."""
+    with serving(model, tmp_path, "h2o", "--data-parallel-size", "2") as server:
+        lines = [line for line in server.log.splitlines() if "KV eviction h2o" in line]
+        assert len(lines) == 2
+        assert answers(server) == alone("h2o")
