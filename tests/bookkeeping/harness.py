@@ -209,12 +209,18 @@ class Bench:
     def schedule(self) -> Step:
         """Schedule a step and run it on the worker."""
         held_before = {request_id: len(self.blocks(request_id)) for request_id in self.scheduler.requests}
+        processed = {
+            r: live.num_computed_tokens - live.num_in_flight_tokens for r, live in self.scheduler.requests.items()
+        }
         output = self.scheduler.schedule()
         update = update_of(output)
         self.table.apply(output, update)
         if self.window_table is not None:
             self.window_table.apply(output, EvictionUpdate())
         restarted = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in update.holes.keys() - restarted:
+            last = max(update.holes[request_id])
+            assert (last + 1) * PAGE_TOKENS <= processed[request_id], "a step in flight still works on it (invariant 5)"
         step = Step(output, update, self._run(output, update))
         for request_id in output.num_scheduled_tokens:
             before = 0 if request_id in restarted else held_before[request_id]

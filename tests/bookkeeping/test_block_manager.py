@@ -234,6 +234,28 @@ def test_preempted_at_any_step_it_comes_back_within_the_budget(bench, policy, as
 
 
 @each_policy
+def test_trimmed_and_preempted_in_one_step(bench, policy, monkeypatch):
+    """The holes made as the step began are nobody's when the same step takes all pages away."""
+    run = bench(policy=policy, num_blocks=40)
+    run.add("a", 5, 20)
+    run.add("b", 30, 20)
+    run.run_until(lambda: len(run.resident("b")) > 4)
+    manager, num_evicted = run.scheduler.kv_cache_manager, run.manager.stats.num_evicted_pages
+    allocate_slots = manager.allocate_slots
+
+    def fail_once(*args, **kwargs):
+        monkeypatch.setattr(manager, "allocate_slots", allocate_slots)
+
+    monkeypatch.setattr(manager, "allocate_slots", fail_once)
+    step = run.schedule()
+    assert run.manager.stats.num_evicted_pages > num_evicted  # "b" was trimmed first
+    assert step.output.preempted_req_ids == {"b"} and "b" not in step.update.holes
+    run.process()
+    run.run()
+    assert len(run.finished["b"]) == 20
+
+
+@each_policy
 @sync_and_async
 @pytest.mark.parametrize("at_step", [0, 1, 2, 3, 6, 12])
 def test_aborted_at_any_step_nothing_is_left(bench, policy, async_scheduling, at_step):

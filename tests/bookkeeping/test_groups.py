@@ -3,7 +3,7 @@
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from tests.bookkeeping.harness import PAGE_TOKENS, STOCK_SPEC, configured, make_scheduler, make_spec
+from tests.bookkeeping.harness import PAGE_TOKENS, STOCK_SPEC, configured, make_scheduler, make_spec, window_spec
 
 each_policy = pytest.mark.parametrize("policy", ["streaming", "h2o", "random"])
 sync_and_async = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -18,6 +18,13 @@ def test_workers_without_the_plugin_are_noticed(stock_config):
     with pytest.raises(ValueError, match="no attention layer reported an evicting KV cache") as error:
         make_scheduler(configured(stock_config, SETTINGS), [STOCK_SPEC])
     assert "workers" in str(error.value) and "drop --kv-eviction" in str(error.value)
+
+
+def test_a_model_of_windows_only_is_not_blamed_on_the_workers(stock_config):
+    """C26: refused naming the cache kind; nothing is missing in the workers' environment."""
+    with pytest.raises(ValueError, match="window") as error:
+        make_scheduler(configured(stock_config, SETTINGS), [window_spec(8)])
+    assert "did not load" not in str(error.value) and "drop --kv-eviction" in str(error.value).lower()
 
 
 def test_two_evicting_groups_are_refused(stock_config):
