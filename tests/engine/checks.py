@@ -211,7 +211,7 @@ def expected_scores(run: Run, name: str, line: TraceLine) -> torch.Tensor:
 
 def observed_queries(run: Run, name: str, epoch: int, num_tokens: int) -> list[int]:
     """Positions whose attention was looked at: the last N of each chunk, every k-th decoded token."""
-    last_of_chunk, every = run.eviction.get("prefill_queries", 64), run.eviction.get("score_every", 4)
+    last_of_chunk, every = run.eviction.get("prefill_queries", 64), run.eviction.get("score_every", 8)
     observed = []
     for row in run.rows(name):
         first, stop = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -536,10 +537,15 @@ def _settle_process() -> None:
     from vllm.platforms import current_platform
 
     if _settled:
-        # vLLM registers its CPU replacements of Triton kernels per worker, and the second time fails.
-        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         return
     _settled = True
+    # vLLM puts CPU code in place of Triton kernels at every start of a worker; the second time in a process fails, and
+    # so does the first if llvmlite is loaded (its search through all modules trips over llvmlite's library wrapper).
+    # So it is done here, once, with llvmlite out of sight.
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
+    current_platform.register_triton_kernel_overrides()
+    sys.modules.update(hidden)
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     disable_progress_bar()
     gc.collect()
     gc.freeze()  # a million objects of imported modules: later collections need not look at them

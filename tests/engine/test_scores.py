@@ -43,6 +43,6 @@ def test_default_settings_are_the_documented_ones(engine):
     """`checks` counts with these; here they are read off the running engine."""
     with engine(eviction={"policy": "h2o", "budget": 8 * P}) as served:
         config = served.worker.eviction._config
-        assert (config.score, config.prefill_queries, config.score_every) == ("distant-mean", 64, 4)
+        assert (config.score, config.prefill_queries, config.score_every) == ("distant-mean", 64, 8)
         assert (config.recent_tokens, config.distant_tokens) == (4 * P, 2 * P)
         assert config.sink == 4
