@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_evict.engine.block_manager import EvictingBlockManager
@@ -38,6 +39,11 @@ class EvictionSchedulerMixin:
     def _find_evictor(self) -> EvictingBlockManager:
         managers = self.kv_cache_manager.coordinator.single_type_managers
         evictors = [m for m in managers if isinstance(m, EvictingBlockManager)]
+        if not any(isinstance(m.kv_cache_spec, FullAttentionSpec) for m in managers):
+            raise ValueError(
+                "KV eviction acts on full-attention layers, and this model has none (layers with a sliding window "
+                "give their pages back by themselves). Drop --kv-eviction for this model."
+            )
         if not evictors:
             raise ValueError(
                 "KV eviction is on, but no attention layer reported an evicting KV cache: the "
