@@ -222,11 +222,9 @@ def _query_sees_the_future(patch: Patch) -> None:
 
 
 def _hashed_after_a_hole(patch: Patch) -> None:
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
     from vllm_evict.engine.block_manager import EvictingBlockManager
 
-    patch(EvictingBlockManager, "cache_blocks", FullAttentionManager.cache_blocks)
+    patch(EvictingBlockManager, "num_exact_tokens", lambda self, request_id, num_tokens: num_tokens)
 
 
 def _hit_pages_pinned(patch: Patch) -> None:

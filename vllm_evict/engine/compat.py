@@ -95,7 +95,7 @@ def attention_backends(overrides: dict[AttentionBackendEnum, str], vllm_config: 
         selector._cached_get_attn_backend.cache_clear()
 
 
-def limit_prefix_cache(coordinator: KVCacheCoordinator, num_hashable_tokens: Callable[[str, int], int]) -> None:
+def _limit_prefix_cache(coordinator: KVCacheCoordinator, num_hashable_tokens: Callable[[str, int], int]) -> None:
     """Hash of a request's pages, in every group, only what ``num_hashable_tokens(request id, tokens)`` allows.
 
     A block manager decides for its own group only, and window layers beside evicting ones have vLLM's. Remove
