@@ -29,7 +29,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             self.run = Bench(
                 stock_config,
                 policy=policy,
-                caching=caching and window_tokens is None,
+                caching=caching,
                 num_blocks=num_blocks + (20 if window_tokens else 0),
                 chunk_tokens=chunk_tokens,
                 max_seqs=4,
@@ -43,7 +43,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             in_flight = {r for output, _ in self.run.pending for r in output.num_scheduled_tokens}
             return request_id in self.run.scheduler.requests or request_id in in_flight
 
-        @rule(request_id=REQUESTS, shared=st.integers(0, 50), own=st.integers(1, 8), max_tokens=st.integers(1, 12))
+        @rule(request_id=REQUESTS, shared=st.sampled_from([50, 40, 25, 9, 0]), own=st.integers(1, 8), max_tokens=st.integers(1, 12))
         def arrive(self, request_id, shared, own, max_tokens):
             if not self.known(request_id):
                 prompt = [*TEXT[:shared], *(100 + ord(request_id) + i for i in range(own))]
@@ -101,4 +101,4 @@ def test_any_order(stock_config, options):
     )
     # Far below what was seen: which examples Hypothesis makes depends on the modules that are loaded.
     assert happened["evicted"] > 50 and happened["resumed"] > 5
-    assert happened["long hits"] > 1 or "window_tokens" in options
+    assert happened["long hits"] > 0
