@@ -43,7 +43,12 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             in_flight = {r for output, _ in self.run.pending for r in output.num_scheduled_tokens}
             return request_id in self.run.scheduler.requests or request_id in in_flight
 
-        @rule(request_id=REQUESTS, shared=st.sampled_from([50, 40, 25, 9, 0]), own=st.integers(1, 8), max_tokens=st.integers(1, 12))
+        @rule(
+            request_id=REQUESTS,
+            shared=st.sampled_from([50, 40, 25, 9, 0]),
+            own=st.integers(1, 8),
+            max_tokens=st.integers(1, 12),
+        )
         def arrive(self, request_id, shared, own, max_tokens):
             if not self.known(request_id):
                 prompt = [*TEXT[:shared], *(100 + ord(request_id) + i for i in range(own))]
