@@ -44,6 +44,8 @@ def test_seeded_sampling(server, plain, text_tokens):
     assert answers[0].choices[0].text == answers[2].choices[0].text
     assert answers[1].choices[0].text == answers[3].choices[0].text
     assert answers[0].choices[0].text != answers[1].choices[0].text
+    branches = server.complete(prompt, 40, temperature=1, seed=7, n=4)
+    assert len({choice.text for choice in branches.choices}) == 4
 
 
 def test_echo_with_logprobs_of_the_prompt(server, plain, text_tokens):
