@@ -281,6 +281,15 @@ def test_h2o_by_hand(resident, scores, budget, expected):
     assert plan.pages == pages_of(expected)
 
 
+def test_ties_go_to_the_oldest_among_many_pages():
+    """With few pages every sort is stable."""
+    num_pages = 200
+    scores = [float(page % 3) for page in range(num_pages)]
+    seen = view("o" * num_pages, num_pages * PAGE_TOKENS, scores=scores)
+    plan = get_policy("h2o").plan(seen, PageBudget(PAGE_TOKENS, num_pages - 40, 1, 1))
+    assert plan.pages == tuple(range(3, 121, 3))  # page 0 is the sink
+
+
 def test_h2o_lets_the_kept_set_change_for_ever():
     """Invariant 11: pages that were heavy once go when younger ones are heavier."""
     budget = PageBudget(PAGE_TOKENS, 4, 1, 1)
