@@ -21,7 +21,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             policy=st.sampled_from(["streaming", "h2o", "random"]),
             caching=st.booleans(),
             num_blocks=st.integers(16, 30),
-            chunk_tokens=st.sampled_from([3, 8, 16]),
+            chunk_tokens=st.sampled_from([3, 8, 16, 32]),
             budget=st.sampled_from([(8, 4, 4), (12, 0, 4), (16, 4, 8), (24, 8, 8)]),
         )
         def start(self, policy, caching, num_blocks, chunk_tokens, budget):
@@ -45,7 +45,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
 
         @rule(
             request_id=REQUESTS,
-            shared=st.sampled_from([50, 40, 25, 9, 0]),
+            shared=st.sampled_from([50, 40, 25, 17, 0]),
             own=st.integers(1, 8),
             max_tokens=st.integers(1, 12),
         )
@@ -86,9 +86,6 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
                 happened["evicted"] += self.run.manager.stats.num_evicted_pages
                 for step in self.run.steps:
                     happened["resumed"] += len(step.output.scheduled_cached_reqs.resumed_req_ids)
-                    happened["long hits"] += sum(
-                        new.req_id in step.update.holes for new in step.output.scheduled_new_reqs
-                    )
 
     return AnyOrder
 
@@ -106,4 +103,3 @@ def test_any_order(stock_config, options):
     )
     # Far below what was seen: which examples Hypothesis makes depends on the modules that are loaded.
     assert happened["evicted"] > 50 and happened["resumed"] > 5
-    assert happened["long hits"] > 0

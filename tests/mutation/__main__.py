@@ -14,30 +14,38 @@ import io
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from tests.mutation.faults import FAULTS, Fault
 
+TESTS = Path(__file__).parents[1]
+
 SELF = frozenset({"pool", "slots", "attended", "written_once", "trace_is_the_tables", "hashed_pages_are_exact"})
 """Checks that compare parts of the product with each other; everything else has an outside judge."""
 
 
 class Reds:
-    """A pytest plugin: which tests failed, by the name of what they check."""
+    """A pytest plugin: which tests failed, by the name of what they check.
+
+    Red is a test that said no itself; an exception out of the engine is a crash, which no test need have noticed.
+    """
 
     def __init__(self) -> None:
         self.green: set[str] = set()
         self.red: set[str] = set()
         self.crashed: set[str] = set()
 
+    def pytest_exception_interact(self, node, call, report) -> None:
+        raised_in = Path(str(call.excinfo.traceback[-1].path))
+        said_no = report.when == "call" and TESTS in raised_in.parents
+        (self.red if said_no else self.crashed).add(self.name_of(node.nodeid))
+
     def pytest_runtest_logreport(self, report) -> None:
-        name = self.name_of(report.nodeid)
-        if report.when == "call":
-            (self.red if report.failed else self.green).add(name)
-        elif report.failed:
-            self.crashed.add(name)
+        if report.when == "call" and report.passed:
+            self.green.add(self.name_of(report.nodeid))
 
     @staticmethod
     def name_of(node_id: str) -> str:
