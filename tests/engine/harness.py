@@ -112,6 +112,7 @@ class Answer:
         logit_tokens: int64 `[output tokens, k]`, the tokens whose raw logits were returned.
         logits: float32 `[output tokens, k]`.
         finish_reason: vLLM's.
+        text: the detokenized answer, if that was asked for.
         prompt_logits: float32 `[prompt tokens - 1, vocab]`, if they were asked for: what follows each prompt token.
     """
 
@@ -120,6 +121,7 @@ class Answer:
     logit_tokens: torch.Tensor
     logits: torch.Tensor
     finish_reason: str | None
+    text: str = ""
     prompt_logits: torch.Tensor | None = None
 
 
@@ -174,7 +176,7 @@ class Run:
         """The eager forward over prompt and output, under the mask of that epoch's evictions."""
         key = (name, epoch)
         if key not in self._references:
-            answer, scored = self.answers[name], self.eviction.get("policy") == "h2o"
+            answer, scored = self.answers[name], self.eviction.get("policy") in ("h2o", "h2o-keydiff")
             tokens = answer.prompt + answer.tokens
             mask = visibility_mask(len(tokens), self.page_tokens, evictions_of(self.lines(name), epoch))
             logits, attentions = masked_forward(self.oracle, tokens, mask, attentions=scored)
@@ -378,22 +380,39 @@ class Engine:
         max_tokens: int,
         num_logits: int = 16,
         prompt_logits: bool = False,
+        sampling: Mapping[str, object] | None = None,
+        **request: object,
     ) -> None:
-        """Hand in one request."""
+        """Hand in one request.
+
+        Args:
+            name: with `n > 1` in `sampling` the branches are `name/0`, `name/1`, ...
+            prompt: tokens.
+            max_tokens: output tokens.
+            num_logits: as in `run`.
+            prompt_logits: as in `run`.
+            sampling: `SamplingParams` other than the greedy ones.
+            **request: for vLLM's `add_request`: `priority`, `lora_request`.
+        """
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         assert name not in self._names.values(), f"request {name!r} was used before"
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            logprobs=num_logits,
-            prompt_logprobs=-1 if prompt_logits else None,
-            flat_logprobs=True,
-            detokenize=False,
-        )
-        request_id = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        arguments = {
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "logprobs": num_logits,
+            "prompt_logprobs": -1 if prompt_logits else None,
+            "flat_logprobs": True,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+        params = SamplingParams(**arguments | dict(sampling or {}))
+        request_id = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params, **request)
         self._names[request_id] = name
+        if params.n > 1:
+            self._names |= {f"{branch}_{request_id}": f"{name}/{branch}" for branch in range(params.n)}
 
     def abort(self, name: str) -> None:
         """Take one request back."""
@@ -410,7 +429,9 @@ class Engine:
         outputs = self.llm.llm_engine.step()
         for output in outputs:
             if output.finished:
-                self._run.answers[output.request_id] = _answer(output)
+                for branch in output.outputs:
+                    name = output.request_id if len(output.outputs) == 1 else f"{output.request_id}/{branch.index}"
+                    self._run.answers[name] = _answer(output, branch)
         if "scheduled" not in self._step:
             return None
         step = Step(
@@ -502,8 +523,7 @@ def _table(blocks: Iterable) -> Table:
     return tuple(None if block.is_null else block.block_id for block in blocks)
 
 
-def _answer(output) -> Answer:
-    completion = output.outputs[0]
+def _answer(output, completion) -> Answer:
     flat = completion.logprobs
     widths = [end - start for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
     assert len(set(widths)) == 1 and len(widths) == len(completion.token_ids)
@@ -513,6 +533,7 @@ def _answer(output) -> Answer:
         logit_tokens=torch.tensor(flat.token_ids).view(len(widths), -1),
         logits=torch.tensor(flat.logprobs, dtype=torch.float32).view(len(widths), -1),
         finish_reason=completion.finish_reason,
+        text=completion.text,
         prompt_logits=_prompt_logits(output.prompt_logprobs),
     )
 
