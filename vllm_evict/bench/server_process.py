@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -72,13 +71,6 @@ class ServerProcess:
                 time.sleep(0.5)
         self.stop()
         raise RuntimeError(f"the server did not come up:\n{self.log.read_text()[-2000:]}")
-
-    def metric(self, name: str) -> float:
-        """Sum over labels of the Prometheus metric `name`."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
-            text = response.read().decode()
-        values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, values))
 
     def pause(self) -> None:
         """Stop all its processes where they are."""
