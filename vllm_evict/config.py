@@ -47,7 +47,7 @@ class EvictionConfig(BaseModel):
         sink: first tokens that are never evicted (attention sinks, StreamingLLM,
             arXiv 2309.17453).
         recent: newest tokens that are never evicted. Default: half of the budget
-            where scores choose (h2o, random), the rest of the budget for streaming.
+            where more than age chooses, the rest of the budget for streaming.
         score: how a page's attention mass becomes its H2O score (arXiv 2306.14048).
             See :mod:`vllm_evict.scores.aggregate`.
         prefill_queries: queries observed at the end of each prefill chunk, or

@@ -9,9 +9,17 @@ Nothing here imports torch or vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
+
+SIGNALS = ("attention", "keys")
+"""What can be measured of a page, one number each, higher = keep; a policy names those it needs.
+
+attention: attention the page received, as ``--kv-eviction-score`` counts it (:mod:`vllm_evict.scores.aggregate`).
+keys:      how unlike the others its keys are (:mod:`vllm_evict.scores.reference`, key difference).
+"""
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
@@ -71,18 +79,19 @@ class PageView:
 
     Args:
         pages: int32 ``[n]``, the resident logical pages, ascending.
-        scores: float64 ``[n]`` aligned with ``pages``, higher = keep; NaN where
-            nobody has scored the page yet. ``None`` if the policy needs none.
         num_tokens: tokens scheduled so far, in-flight ones included.
         num_processed_tokens: tokens whose step has finished; only pages wholly
             below this may be evicted.
+        signals: of each signal that the policy needs (see ``SIGNALS``), float64
+            ``[n]`` aligned with ``pages``, higher = keep; NaN where the page has
+            not been judged yet.
 
     """
 
     pages: np.ndarray
     num_tokens: int
     num_processed_tokens: int
-    scores: np.ndarray | None = None
+    signals: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,8 @@ class Bench:
 
     def scores(self, request_id: str, epoch: int) -> PageScores:
         pages = self.table[request_id].pages
-        return PageScores(epoch, pages.copy(), np.array([score_of(request_id, int(page)) for page in pages]))
+        scores = np.array([score_of(request_id, int(page)) for page in pages])
+        return PageScores(epoch, pages.copy(), dict.fromkeys(self.settings.make_policy().signals, scores))
 
     def _forward(self, request_id: str, num_tokens: int) -> None:
         """Write this step's tokens, then look at everything the request reads."""

@@ -103,7 +103,7 @@ def test_h2o_drawn(bench, policy):
 
     def scores(request_id, epoch):
         pages = run.table[request_id].pages
-        return PageScores(epoch, pages, np.array([weight.get(int(page), 0.0) for page in pages]))
+        return PageScores(epoch, pages, {"attention": np.array([weight.get(int(page), 0.0) for page in pages])})
 
     run.scores = scores
     run.add("a", 30, 14)

@@ -52,7 +52,8 @@ def over_budget(bench, **options):
 
 
 def report(pages, scores, epoch=0):
-    return PageScores(epoch, np.array(list(pages), dtype=np.int32), np.array(list(scores), dtype=np.float64))
+    values = np.array(list(scores), dtype=np.float64)
+    return PageScores(epoch, np.array(list(pages), dtype=np.int32), {"attention": values})
 
 
 def test_the_report_decides(bench):
@@ -193,7 +194,7 @@ def test_updates_and_reports_survive_pickling(bench):
     assert sent.req_ids == step.runner_output.req_ids
     arrived = report_of(sent).scores["a"]
     assert arrived.epoch == 0 and arrived.pages.tolist() == list(range(8))
-    np.testing.assert_array_equal(arrived.scores, [0, 1, 9, 2, 8, 3, math.nan, 0])
+    np.testing.assert_array_equal(arrived.signals["attention"], [0, 1, 9, 2, 8, 3, math.nan, 0])
     run.pending[0] = (step.output, sent)
     run.process()
     step = run.schedule()

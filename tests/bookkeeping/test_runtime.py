@@ -46,7 +46,9 @@ class RuntimeBench(Bench):
         report = report_of(runner_output)
         assert (set(report.scores) if report else set()) == set(update.wanted)
         if report:
-            self.reports.append({r: page_scores.scores.tolist() for r, page_scores in report.scores.items()})
+            self.reports.append(
+                {r: {s: v.tolist() for s, v in scores.signals.items()} for r, scores in report.scores.items()}
+            )
             for request_id, page_scores in report.scores.items():
                 assert page_scores.epoch == update.wanted[request_id]
                 assert page_scores.pages.tolist() == self.resident(request_id)
@@ -86,7 +88,7 @@ class RuntimeBench(Bench):
 
     def check_scores(self, request_id, page_scores):
         """With a mean over observed queries each page gets back its own number, or nothing if nobody looked."""
-        for page, score in zip(page_scores.pages.tolist(), page_scores.scores.tolist(), strict=True):
+        for page, score in zip(page_scores.pages.tolist(), page_scores.signals["attention"].tolist(), strict=True):
             looked = any(position >= page * PAGE_TOKENS for position in self.observed.get(request_id, ()))
             if looked:
                 assert score == pytest.approx(score_of(request_id, page), rel=1e-6)
@@ -200,3 +202,47 @@ def test_vllm_s_shared_empty_output_is_not_written_to(stock_config):
     attached = run.runtime.end_step(EMPTY_MODEL_RUNNER_OUTPUT)
     assert report_of(attached).scores.keys() == {"a"}
     assert report_of(EMPTY_MODEL_RUNNER_OUTPUT) is None and isinstance(attached, ModelRunnerOutput)
+
+
+# ---- keys ----
+
+
+class KeysBench(RuntimeBench):
+    """Three layers in two readers that look at the right blocks and say of each page its own number."""
+
+    def __init__(self, stock, **options):
+        super().__init__(stock, **options)
+        self.runtime.key_readers += [self.read_layer, self.read_two_layers]
+
+    def read_layer(self, *, block_table, num_tokens, key_difference, layer_weight):
+        """Requests are known by their blocks and told apart by those they share with nobody."""
+        assert layer_weight == 1 / NUM_LAYERS
+        for row, tokens in enumerate(num_tokens):
+            num_pages = -(-tokens // PAGE_TOKENS)
+            blocks = block_table[row, :num_pages].tolist()
+            (request_id,) = (r for r in self.manager._pages if self.resident_blocks(r) == blocks)
+            live = self.scheduler.requests[request_id]
+            assert tokens == live.num_computed_tokens - PAGE_TOKENS * len(self.holes(request_id))
+            for column, page in enumerate(self.resident(request_id)):
+                key_difference[row, column] += layer_weight * score_of(request_id, page)
+
+    def read_two_layers(self, **arguments):
+        for _ in range(2):
+            self.read_layer(**arguments)
+
+    def resident_blocks(self, request_id):
+        return [self.blocks(request_id)[page].block_id for page in self.resident(request_id)]
+
+    def check_scores(self, request_id, page_scores):
+        for page, value in zip(page_scores.pages.tolist(), page_scores.signals["keys"].tolist(), strict=True):
+            assert value == pytest.approx(score_of(request_id, page), rel=1e-6)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("policy", ["keydiff", "h2o-keydiff"])
+def test_every_key_difference_comes_back_to_its_page_and_request(stock_config, policy, async_scheduling):
+    run = load(
+        KeysBench(stock_config, policy=policy, settings=SCORES, async_scheduling=async_scheduling, num_blocks=60)
+    )
+    assert len(run.reports) > 10 and run.manager.stats.num_evicted_pages > 20
+    assert (run.observed == {}) == (policy == "keydiff")

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from tests.engine.harness import Pool, Row, Run
+from tests.oracle.forward import masked_keys
+from tests.oracle.keys import key_difference
 from tests.oracle.mass import accumulated_mass, distant_mean, ema_mass, mean_mass
-from tests.oracle.trace import TraceLine
+from tests.oracle.trace import TraceLine, evictions_of
+from tests.oracle.visibility import visibility_mask
 
 LOGIT_TOLERANCE = 1e-4
 MASS_TOLERANCE = 2e-5  # per observed query: fp32 softmax, summed over heads and layers
@@ -153,12 +156,12 @@ def choices(run: Run) -> None:
                 assert len(line.pages) == len(line.resident) - limits.budget_pages, place
             if run.eviction["policy"] == "streaming":
                 assert list(line.pages) == candidates[: len(line.pages)], f"{place}, oldest are {candidates}"
-            elif run.eviction["policy"] == "h2o":
-                scores = expected_scores(run, name, line)
-                value = {page: math.inf if scores[page].isnan() else scores[page].item() for page in candidates}
+            elif run.eviction["policy"] in _WORTH:
+                scores = _WORTH[run.eviction["policy"]](run, name, line)
+                value = {page: math.inf if math.isnan(scores[page]) else float(scores[page]) for page in candidates}
                 kept = min((value[page] for page in candidates if page not in line.pages), default=math.inf)
                 gone = max(value[page] for page in line.pages)
-                assert gone <= kept * (1 + 1e-4), f"{place}, scores {value}"
+                assert gone <= kept + 1e-4 * abs(kept), f"{place}, scores {value}"
 
 
 def masses(run: Run, tolerance: float = MASS_TOLERANCE) -> float:
@@ -180,6 +183,47 @@ def masses(run: Run, tolerance: float = MASS_TOLERANCE) -> float:
                 worst, count = max(worst, error), count + 1
     assert count, "no eviction with scores"
     return worst
+
+
+def key_differences(run: Run, tolerance: float = 1e-5) -> float:
+    """The key differences in the trace are those of the eager model's keys; returns the worst error."""
+    worst, count = 0.0, 0
+    for name in run.answers:
+        for line in run.lines(name):
+            expected = expected_keys(run, name, line)
+            for page, score in line.score_of("keys").items():
+                place = f"{name} at {line.num_computed_tokens} tokens, page {page}: {score}, oracle {expected[page]}"
+                if math.isnan(score):  # of a prefix hit nobody has looked at the keys yet
+                    assert line.num_computed_tokens == run.rows_of_epoch(name, line.epoch)[0].num_computed_tokens, place
+                    continue
+                error = abs(score - expected[page])
+                assert error <= tolerance, place  # NaN fails too
+                worst, count = max(worst, error), count + 1
+    assert count, "no eviction with key differences"
+    return worst
+
+
+def expected_keys(run: Run, name: str, line: TraceLine) -> dict[int, float]:
+    """Per resident page, from the eager model's keys."""
+    tokens = (run.answers[name].prompt + run.answers[name].tokens)[: line.num_computed_tokens]
+    before = [e for e in evictions_of(run.lines(name), line.epoch) if e.num_computed_tokens < line.num_computed_tokens]
+    keys = masked_keys(run.oracle, tokens, visibility_mask(len(tokens), run.page_tokens, before))
+    return key_difference(keys, run.page_tokens, resident=line.resident, num_tokens=line.num_computed_tokens)
+
+
+def judged_keys(run: Run, name: str, line: TraceLine) -> dict[int, float]:
+    """The same, NaN where nobody had looked at the keys (which `key_differences` allows in a prefix hit only)."""
+    expected = expected_keys(run, name, line)
+    return {page: math.nan if math.isnan(score) else expected[page] for page, score in line.score_of("keys").items()}
+
+
+def rank_sums(run: Run, name: str, line: TraceLine) -> dict[int, float]:
+    """Per resident page, its place by attention plus its place by keys, of the traced scores (checked by others)."""
+    attention, keys = line.score_of("attention"), line.score_of("keys")
+    judged = [page for page in line.resident if not math.isnan(attention[page] + keys[page])]
+    place = lambda score, page: sum(score[other] < score[page] for other in judged)  # noqa: E731
+    sums = {page: float(place(attention, page) + place(keys, page)) for page in judged}
+    return dict.fromkeys(line.resident, math.nan) | sums
 
 
 def expected_scores(run: Run, name: str, line: TraceLine) -> torch.Tensor:
@@ -207,6 +251,10 @@ def expected_scores(run: Run, name: str, line: TraceLine) -> torch.Tensor:
     # Of a sample: the mean, times the number of queries that could see the page.
     first_token = torch.arange(mass.shape[1]) * run.page_tokens
     return mean * (num_tokens - first_token.clamp(min=first_query))
+
+
+_WORTH = {"h2o": expected_scores, "keydiff": judged_keys, "h2o-keydiff": rank_sums}
+"""Of each policy that needs signals, what a page is worth; higher = keep, NaN = too young."""
 
 
 def observed_queries(run: Run, name: str, epoch: int, num_tokens: int) -> list[int]:

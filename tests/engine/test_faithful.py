@@ -12,6 +12,8 @@ POLICIES = {
     "streaming": {"policy": "streaming"},
     "h2o-exact": {"policy": "h2o", "score": "sum", "prefill_queries": "all", "score_every": 1},
     "h2o": {"policy": "h2o"},
+    "keydiff": {"policy": "keydiff"},
+    "h2o-keydiff": {"policy": "h2o-keydiff"},
 }
 WHOLE = 12 * P
 CHUNKS = {"page": P, "two-pages": 2 * P, "whole": WHOLE}
@@ -51,9 +53,14 @@ def test_run(run, check):
     check(run)
 
 
-@pytest.mark.parametrize("runs", ["h2o-exact", "h2o"], indirect=True)
+@pytest.mark.parametrize("runs", ["h2o-exact", "h2o", "h2o-keydiff"], indirect=True)
 def test_masses(run):
     checks.masses(run)
+
+
+@pytest.mark.parametrize("runs", ["keydiff", "h2o-keydiff"], indirect=True)
+def test_key_differences(run):
+    checks.key_differences(run)
 
 
 def test_the_runs_contain_what_they_are_for(runs, prefix_caching):

@@ -165,10 +165,10 @@ def _scores_swapped(patch: Patch) -> None:
     latest: dict[str, np.ndarray] = {}
 
     def those_of_another(self, request_id, scores):
-        latest[request_id] = scores.scores
+        latest[request_id] = scores.signals["attention"]
         others = [theirs for name, theirs in latest.items() if name != request_id]
         if others:
-            scores = replace(scores, scores=np.resize(others[-1], len(scores.scores)))
+            scores = replace(scores, signals={"attention": np.resize(others[-1], len(scores.pages))})
         receive_scores(self, request_id, scores)
 
     patch(EvictingBlockManager, "receive_scores", those_of_another)
@@ -200,7 +200,7 @@ def _near_queries_count(patch: Patch) -> None:
 def _lowest_kept(patch: Patch) -> None:
     from vllm_evict.policies.h2o import H2O
 
-    patch(H2O, "rank", lambda self, view: -view.scores)
+    patch(H2O, "rank", lambda self, view: -view.signals["attention"])
 
 
 def _query_sees_the_future(patch: Patch) -> None:

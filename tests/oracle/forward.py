@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from tests.oracle.visibility import Eviction, visibility_mask
 
@@ -51,6 +51,23 @@ def masked_forward(
         attention weights of the full-attention layers in layer order, fp32 `[query heads, n (query), n (key)]`
         each; an empty list if not wanted.
     """
+    output, kinds = _masked_call(model, token_ids, mask, output_attentions=attentions)
+    weights = []
+    if attentions:
+        weights = [w[0].float() for kind, w in zip(kinds, output.attentions, strict=True) if kind == "full_attention"]
+    return output.logits[0].float(), weights
+
+
+@torch.inference_mode()
+def masked_keys(model: PreTrainedModel, token_ids: Sequence[int], mask: torch.Tensor) -> list[torch.Tensor]:
+    """The keys as a cache holds them, rotated: fp32 `[KV heads, n, head size]` of each full-attention layer."""
+    cache = DynamicCache()
+    _, kinds = _masked_call(model, token_ids, mask, use_cache=True, past_key_values=cache)
+    return [layer.keys[0].float() for kind, layer in zip(kinds, cache.layers, strict=True) if kind == "full_attention"]
+
+
+def _masked_call(model: PreTrainedModel, token_ids: Sequence[int], mask: torch.Tensor, **wanted: object):
+    """The model's output, and the kind of each layer."""
     num_tokens = len(token_ids)
     if mask.shape != (num_tokens, num_tokens) or mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool [{num_tokens}, {num_tokens}], got {mask.dtype} {list(mask.shape)}")
@@ -71,17 +88,14 @@ def masked_forward(
             "full_attention": full,
             "sliding_attention": _additive(window, model.dtype),
         }
+    arguments = {"use_cache": False} | wanted
     output = model(
         input_ids=torch.tensor([list(token_ids)]),
         attention_mask=attention_mask,
         position_ids=torch.arange(num_tokens)[None],
-        use_cache=False,
-        output_attentions=attentions,
+        **arguments,
     )
-    weights = []
-    if attentions:
-        weights = [w[0].float() for kind, w in zip(kinds, output.attentions, strict=True) if kind == "full_attention"]
-    return output.logits[0].float(), weights
+    return output, kinds
 
 
 def greedy_reference(

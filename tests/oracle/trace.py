@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,8 @@ class TraceLine:
 
     `epoch` counts the request's preemptions: each starts from an empty cache, and recomputes.
     `resident` are the logical pages held before this eviction, ascending; `scores` are theirs in
-    the same order, NaN (in the file: null or NaN) for a page that no query has scored yet; None where
-    the policy keeps none. `pages` are the resident pages that became holes.
+    the same order, one tuple for each signal that the policy needs, NaN (in the file: null or NaN) for a
+    page that nobody has judged yet. `pages` are the resident pages that became holes.
     """
 
     request: str
@@ -26,7 +26,7 @@ class TraceLine:
     num_computed_tokens: int
     pages: tuple[int, ...]
     resident: tuple[int, ...]
-    scores: tuple[float, ...] | None
+    scores: Mapping[str, tuple[float, ...]]
     reason: str
 
     def validate(self) -> None:
@@ -34,26 +34,29 @@ class TraceLine:
             raise ValueError(f"resident pages are not ascending: {self}")
         if not self.pages or not set(self.pages) <= set(self.resident):
             raise ValueError(f"evicted pages are not among the resident ones: {self}")
-        if self.scores is not None and len(self.scores) != len(self.resident):
-            raise ValueError(f"{len(self.scores)} scores for {len(self.resident)} resident pages: {self}")
+        for signal, scores in self.scores.items():
+            if len(scores) != len(self.resident):
+                raise ValueError(f"{len(scores)} scores of {signal} for {len(self.resident)} resident pages: {self}")
 
-    def score_of(self) -> dict[int, float]:
+    def score_of(self, signal: str = "attention") -> dict[int, float]:
         """Score per resident logical page."""
-        if self.scores is None:
-            raise ValueError(f"no scores in this line: {self}")
-        return dict(zip(self.resident, self.scores, strict=True))
+        if signal not in self.scores:
+            raise ValueError(f"no scores of {signal} in this line: {self}")
+        return dict(zip(self.resident, self.scores[signal], strict=True))
 
 
 def _line(text: str) -> TraceLine:
     fields = json.loads(text)
-    scores = fields["scores"]
     line = TraceLine(
         request=fields["request"],
         epoch=fields["epoch"],
         num_computed_tokens=fields["num_computed_tokens"],
         pages=tuple(fields["pages"]),
         resident=tuple(fields["resident"]),
-        scores=None if scores is None else tuple(math.nan if score is None else score for score in scores),
+        scores={
+            signal: tuple(math.nan if score is None else score for score in values)
+            for signal, values in fields["scores"].items()
+        },
         reason=fields["reason"],
     )
     line.validate()

@@ -33,7 +33,7 @@ def check_bounds(lines: list[TraceLine]) -> None:
     for line in lines:
         assert len(line.resident) - len(line.pages) <= BUDGET_PAGES
         assert len(line.resident) <= PEAK_PAGES
-        assert line.scores is not None and len(line.scores) == len(line.resident)
+        assert line.score_of().keys() == set(line.resident)
         assert 0 not in line.pages, "the sink page"
         newest = (line.num_computed_tokens - 1) // P
         assert max(line.pages) <= newest - 16, "the recent window"

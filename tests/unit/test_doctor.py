@@ -210,6 +210,8 @@ def test_policies_have_a_line_each(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(POLICIES)
     assert all(len(line.split()) > 4 and line.endswith(".") for line in lines)
-    assert [line.split()[0] for line in lines if "Observes attention" in line] == [
-        name for name, policy in POLICIES.items() if policy.needs_scores
-    ]
+    assert {line.split()[0]: line.partition("Measures ")[2] for line in lines if "Measures" in line} == {
+        "h2o": "attention.",
+        "keydiff": "keys.",
+        "h2o-keydiff": "attention and keys.",
+    }

@@ -105,7 +105,10 @@ def test_impossible_schedule_is_refused(evictions, message):
 
 def write_trace(path, *lines):
     keys = ("request", "epoch", "num_computed_tokens", "pages", "resident", "scores", "reason")
-    path.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
+    records = [dict(zip(keys, line, strict=True)) for line in lines]
+    for record in records:
+        record["scores"] = {} if record["scores"] is None else {"attention": record["scores"]}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
@@ -120,7 +123,7 @@ def test_trace_is_split_by_request_and_epoch(tmp_path):
     trace = read_trace(path)
     assert {request: len(lines) for request, lines in trace.items()} == {"a": 3, "b": 1}
     assert trace["a"][1].score_of() == {0: 0.6, 2: 0.2, 3: 0.3}
-    assert trace["b"][0].scores is None
+    assert trace["b"][0].scores == {}
     assert evictions_of(trace["a"]) == (Eviction(64, (1,)), Eviction(96, (2,)))
     assert evictions_of(trace["a"], epoch=1) == (Eviction(64, (2, 1)),)
     assert read_trace(path, "b") == {"b": trace["b"]}
@@ -140,7 +143,7 @@ def test_trace_score_of_an_unscored_page_is_nan(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([("a", 0, 64, [1], [0, 1], [0.5], "r")], "1 scores for 2 resident"),
+        ([("a", 0, 64, [1], [0, 1], [0.5], "r")], "1 scores of attention for 2 resident"),
         ([("a", 0, 64, [2], [0, 1], None, "r")], "not among the resident"),
         ([("a", 0, 64, [], [0, 1], None, "r")], "not among the resident"),
         ([("a", 0, 64, [1], [1, 0], None, "r")], "not ascending"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_evict.pages import EvictionPlan, PageBudget, PageView, pages_for
+from vllm_evict.pages import SIGNALS, EvictionPlan, PageBudget, PageView, pages_for
 from vllm_evict.policies import POLICIES, EvictionPolicy, get_policy
 from vllm_evict.policies.base import evictable
 
@@ -19,22 +19,23 @@ NAN = math.nan
 EVERY_POLICY = {
     "streaming": get_policy("streaming"),
     "h2o": get_policy("h2o"),
+    "keydiff": get_policy("keydiff"),
+    "h2o-keydiff": get_policy("h2o-keydiff"),
     "random": get_policy("random", seed=1),
     "keep-all": get_policy("keep-all"),
 }
 every_policy = pytest.mark.parametrize("policy", EVERY_POLICY.values(), ids=EVERY_POLICY)
 
 
-def view(resident, num_tokens, num_processed_tokens=None, scores=None):
-    """`resident`: one character per logical page, "." a hole."""
+def view(resident, num_tokens, num_processed_tokens=None, scores=None, keys=None):
+    """`resident`: one character per logical page, "." a hole; `scores` by attention, `keys` by keys."""
     pages = [page for page, cell in enumerate(resident) if cell != "."]
-    arrays = (np.array(pages, dtype=np.int32), None if scores is None else np.array(scores, dtype=np.float64))
-    for array in arrays:
-        if array is not None:
-            array.flags.writeable = False  # a policy that writes into its view fails
-    return PageView(
-        arrays[0], num_tokens, num_tokens if num_processed_tokens is None else num_processed_tokens, arrays[1]
-    )
+    pages = np.array(pages, dtype=np.int32)
+    signals = {"attention": scores} if keys is None else {"attention": scores, "keys": keys}
+    signals = {signal: np.array(values, dtype=np.float64) for signal, values in signals.items() if values is not None}
+    for array in (pages, *signals.values()):
+        array.flags.writeable = False  # a policy that writes into its view fails
+    return PageView(pages, num_tokens, num_tokens if num_processed_tokens is None else num_processed_tokens, signals)
 
 
 def pages_of(drawn):
@@ -53,12 +54,12 @@ def situations(draw):
     count = sum(held)
     # Few values, so that ties are common.
     score = st.sampled_from([0.0, 0.25, 0.5, 1.0, NAN])
-    scores = draw(st.lists(score, min_size=count, max_size=count))
+    scores, keys = (draw(st.lists(score, min_size=count, max_size=count)) for _ in range(2))
     sink_pages = draw(st.integers(0, 3))
     recent_pages = draw(st.integers(1, 4))
     budget_pages = sink_pages + recent_pages + draw(st.integers(0, 4))
     return (
-        view(resident, num_tokens, num_processed_tokens, scores),
+        view(resident, num_tokens, num_processed_tokens, scores, keys),
         PageBudget(PAGE_TOKENS, budget_pages, sink_pages, recent_pages),
     )
 
@@ -121,17 +122,17 @@ def test_the_lowest_ranked_go_first_then_the_oldest_and_the_unjudged_last(policy
 @given(situation=situations())
 def test_pure_and_deterministic(policy, situation):
     seen, budget = situation
-    pages, scores = seen.pages.copy(), seen.scores.copy()
+    pages, signals = seen.pages.copy(), {signal: values.copy() for signal, values in seen.signals.items()}
     first = policy.plan(seen, budget)
     fresh = get_policy(next(name for name, one in EVERY_POLICY.items() if one is policy), **dataclasses.asdict(policy))
     assert policy.plan(seen, budget) == first == fresh.plan(seen, budget)
     np.testing.assert_array_equal(seen.pages, pages)
-    np.testing.assert_array_equal(seen.scores, scores)
+    np.testing.assert_equal(seen.signals, signals)
 
 
 @every_policy
 def test_at_the_budget_nothing_goes_and_without_a_budget_nothing_ever(policy):
-    full = view("oooooooooo", 40, scores=[0.1] * 10)
+    full = view("oooooooooo", 40, scores=[0.1] * 10, keys=[0.1] * 10)
     assert policy.plan(full, PageBudget(PAGE_TOKENS, 10, 1, 2)) == EvictionPlan()
     assert policy.plan(full, PageBudget(PAGE_TOKENS, None, 1, 1)) == EvictionPlan()
     assert bool(policy.plan(full, PageBudget(PAGE_TOKENS, 9, 1, 2))) is policy.evicts
@@ -143,7 +144,8 @@ def test_evicting_again_and_again_reaches_the_budget_and_stops(policy):
     budget = PageBudget(PAGE_TOKENS, 5, 1, 2)
     resident = list("o" * 10)
     for _ in range(3):
-        seen = view("".join(resident), 40, scores=[0.1] * resident.count("o"))
+        equal = [0.1] * resident.count("o")
+        seen = view("".join(resident), 40, scores=equal, keys=equal)
         for page in policy.plan(seen, budget).pages:
             resident[page] = "."
     assert resident.count("o") == (5 if policy.evicts else 10)
@@ -178,11 +180,19 @@ def test_an_unknown_name_lists_those_that_exist():
 
 
 @pytest.mark.parametrize(
-    ("name", "needs_scores", "evicts"),
-    [("streaming", False, True), ("h2o", True, True), ("random", False, True), ("keep-all", False, False)],
+    ("name", "signals", "evicts"),
+    [
+        ("streaming", (), True),
+        ("h2o", ("attention",), True),
+        ("keydiff", ("keys",), True),
+        ("h2o-keydiff", ("attention", "keys"), True),
+        ("random", (), True),
+        ("keep-all", (), False),
+    ],
 )
-def test_what_each_policy_asks_of_the_engine(name, needs_scores, evicts):
-    assert (POLICIES[name].needs_scores, POLICIES[name].evicts) == (needs_scores, evicts)
+def test_what_each_policy_asks_of_the_engine(name, signals, evicts):
+    assert (POLICIES[name].signals, POLICIES[name].evicts) == (signals, evicts)
+    assert set(signals) <= set(SIGNALS)
 
 
 # ---- who may go at all: pages of 4 tokens, `x` = open to eviction ----
@@ -301,6 +311,37 @@ def test_h2o_lets_the_kept_set_change_for_ever():
         plan = get_policy("h2o").plan(view(drawn, (page + 1) * PAGE_TOKENS, scores=scores), budget)
         resident = [p for p in resident if p not in plan.pages]
     assert resident == [0, 57, 58, 59]
+
+
+# ---- keydiff: the pages of the most common keys go; h2o-keydiff: the lowest sum of both places ----
+
+
+def test_keydiff_by_hand():
+    budget = PageBudget(PAGE_TOKENS, 6, 1, 2)
+    keys = [-0.1, -0.5, -0.9, -0.4, -0.8, -0.3, -0.7, -0.6, 0, 0]
+    seen = view("oooooooooo", 40, scores=[9] * 10, keys=keys)
+    assert get_policy("keydiff").plan(seen, budget).pages == pages_of("..x.x.xx..")
+
+
+@pytest.mark.parametrize(
+    ("attention", "keys", "num_victims", "expected"),
+    [
+        # Pages 1 to 4 are open; 0 and 5 have the top places in both.
+        # places by attention 0 3 1 2, by keys 3 0 1 2: sums 3 3 2 4
+        ([9, 1, 7, 2, 3, 9], [0, -0.2, -0.8, -0.6, -0.4, 0], 1, "...x.."),
+        ([9, 1, 7, 2, 3, 9], [0, -0.2, -0.8, -0.6, -0.4, 0], 2, ".x.x.."),  # 3 and 3: the older
+        # Equal values share a place: by attention 0 0 0 3, by keys 0 1 2 3.
+        ([9, 1, 1, 1, 3, 9], [0, -0.8, -0.6, -0.4, -0.2, 0], 2, ".xx..."),
+        # Too young in one is too young in both, and takes no place from the others.
+        ([9, NAN, 7, 2, 3, 9], [0, -0.2, -0.8, -0.6, -0.4, 0], 3, "..xxx."),
+        ([9, 1, 7, 2, 3, 9], [0, -0.2, NAN, -0.6, -0.4, 0], 1, "...x.."),
+        ([NAN] * 6, [NAN] * 6, 2, ".xx..."),
+    ],
+)
+def test_h2o_keydiff_by_hand(attention, keys, num_victims, expected):
+    seen = view("oooooo", 24, scores=attention, keys=keys)
+    plan = get_policy("h2o-keydiff").plan(seen, PageBudget(PAGE_TOKENS, 6 - num_victims, 1, 1))
+    assert plan.pages == pages_of(expected)
 
 
 # ---- random: uniform, by seed and length only ----

@@ -108,7 +108,7 @@ class EvictingBlockManager(FullAttentionManager):
                 resident = set(pages.resident)
                 holes[request_id] = tuple(i for i in range(pages.num_pages) if i not in resident)
         wanted = {}
-        if self._policy.needs_scores:
+        if self._policy.signals:
             for request_id in self._over_budget:
                 self._pages[request_id].awaits_scores = True
                 wanted[request_id] = self._requests[request_id].num_preemptions
@@ -149,14 +149,13 @@ class EvictingBlockManager(FullAttentionManager):
 
     def _view(self, pages: RequestPages, num_tokens: int, num_processed_tokens: int) -> PageView:
         resident = np.asarray(pages.resident, dtype=np.int32)
-        scores = None
-        if self._policy.needs_scores:
-            scores = np.full(len(resident), np.nan)
-            if pages.scores is not None:
-                # The report may be older than the last eviction: match by page.
-                _, at, where = np.intersect1d(resident, pages.scores.pages, assume_unique=True, return_indices=True)
-                scores[at] = pages.scores.scores[where]
-        return PageView(resident, num_tokens, num_processed_tokens, scores)
+        signals = {signal: np.full(len(resident), np.nan) for signal in self._policy.signals}
+        if signals and pages.scores is not None:
+            # The report may be older than the last eviction: match by page.
+            _, at, where = np.intersect1d(resident, pages.scores.pages, assume_unique=True, return_indices=True)
+            for signal, values in signals.items():
+                values[at] = pages.scores.signals[signal][where]
+        return PageView(resident, num_tokens, num_processed_tokens, signals)
 
     def _evict(self, request: Request, pages: RequestPages, view: PageView, plan: EvictionPlan) -> None:
         request_id = request.request_id

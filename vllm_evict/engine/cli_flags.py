@@ -57,9 +57,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "policy",
         choices=POLICY_NAMES,
-        help="Which pages to keep: streaming (first tokens and recent window), h2o (pages that "
-        "later tokens attend to, and both of these), random and keep-all (controls), none "
-        "(default: the plugin is inert).",
+        help="Which pages to keep: streaming (first tokens and recent window), and besides both of these "
+        "h2o (pages that later tokens attend to), keydiff (pages of odd keys) or h2o-keydiff (both); "
+        "random and keep-all (controls); none (default: the plugin is inert).",
     )
     add(
         "budget",
@@ -83,20 +83,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "score",
         choices=SCORE_KINDS,
-        help="h2o: how attention becomes a page's score (default: distant-mean; sum is the paper's).",
+        help="h2o, h2o-keydiff: how attention becomes a page's score (default: distant-mean; sum is the paper's).",
     )
     add(
         "prefill_queries",
         type=_whole_number(0, "queries", word="all"),
         metavar="N|all",
-        help="h2o: queries observed at the end of each prefill chunk "
+        help="h2o, h2o-keydiff: queries observed at the end of each prefill chunk "
         f"(default: {DEFAULT_PREFILL_QUERIES}; all is exact and slow).",
     )
     add(
         "score_every",
         type=_whole_number(1, "decode steps"),
         metavar="N",
-        help=f"h2o: observe every N-th decoded token (default: {DEFAULT_SCORE_EVERY}).",
+        help=f"h2o, h2o-keydiff: observe every N-th decoded token (default: {DEFAULT_SCORE_EVERY}).",
     )
     add("trace", metavar="FILE", help="Append one JSON line per eviction to FILE.")
     add("seed", type=_whole_number(0), metavar="N", help="random: seed of the choice (default: 0).")

@@ -40,13 +40,14 @@ class PageScores:
     Args:
         epoch: times the request had been preempted when the scores were asked for.
         pages: int32 ``[n]`` logical pages, ascending.
-        scores: float64 ``[n]``, higher = keep, NaN = not judged yet.
+        signals: of each signal that the policy needs, float64 ``[n]``, higher =
+            keep, NaN = not judged yet.
 
     """
 
     epoch: int
     pages: np.ndarray
-    scores: np.ndarray
+    signals: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from vllm_evict.engine.messages import (
     attach_report,
     update_of,
 )
-from vllm_evict.engine.resident import ResidentTable
+from vllm_evict.engine.resident import ResidentRequest, ResidentTable
 from vllm_evict.scores.aggregate import PageMass
 from vllm_evict.scores.cpu import ObservedQueries
 
@@ -58,20 +59,42 @@ class MassRequest:
     layer_weight: float
 
 
+class KeyReader(Protocol):
+    """Measures keys in the caches of some layers."""
+
+    def __call__(
+        self, *, block_table: torch.Tensor, num_tokens: np.ndarray, key_difference: torch.Tensor, layer_weight: float
+    ) -> None:
+        """Add each layer's key difference (mean over its KV heads) times ``layer_weight``.
+
+        Args:
+            block_table: int32 ``[requests, max resident pages]``, zero-padded at the end.
+            num_tokens: int32 ``[requests]`` tokens in resident pages.
+            key_difference: float32 ``[requests, max resident pages]``, added to in place.
+            layer_weight: 1 / number of evicting layers.
+
+        """
+
+
 class EvictionRuntime:
     """One per worker.
 
     Between ``begin_step`` and ``end_step`` the metadata builders ask ``batch_rows``
     for resident pages and ``mass_request`` for what to observe; outside of a step
-    (profiling, warm-up) both answer None and vLLM's own metadata stands.
+    (profiling, warm-up) both answer None and vLLM's own metadata stands. Keys are
+    looked at when the forward pass is over, and only of requests whose signals
+    the scheduler wants: what a page's keys say does not depend on when it is asked.
     """
 
     def __init__(self, config: EvictionConfig, group_id: int, page_tokens: int, num_layers: int) -> None:
         self._config = config
         self._layer_weight = 1 / num_layers
         self._page_tokens = page_tokens
-        self.needs_scores = config.make_policy().needs_scores
-        self.table = ResidentTable(group_id, self._make_mass if self.needs_scores else None)
+        signals = config.make_policy().signals
+        self.observes_attention = "attention" in signals
+        self.reads_keys = "keys" in signals
+        self.key_readers: list[KeyReader] = []
+        self.table = ResidentTable(group_id, self._make_mass if self.observes_attention else None)
         self._update: EvictionUpdate | None = None
         self._request_ids: Sequence[str] = ()
         self._rows: BatchRows | None = None
@@ -91,19 +114,24 @@ class EvictionRuntime:
         self._rows = self._mass = None
 
     def end_step(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Fold in what was observed; attach the scores the scheduler wants."""
+        """Fold in what was observed; attach the signals the scheduler wants."""
         assert self._update is not None
         self._fold()
         wanted, self._update = self._update.wanted, None
         self._rows = self._mass = None
         if not wanted:
             return output
+        keys = self._read_keys(wanted) if self.reads_keys else {}
         scores = {}
         for request_id, epoch in wanted.items():
             request = self.table[request_id]
-            num_tokens = request.num_computed_tokens + request.num_scheduled_tokens
-            assert request.mass is not None
-            scores[request_id] = PageScores(epoch, request.pages, request.mass.scores(request.pages, num_tokens))
+            signals = {}
+            if request.mass is not None:
+                num_tokens = request.num_computed_tokens + request.num_scheduled_tokens
+                signals["attention"] = request.mass.scores(request.pages, num_tokens)
+            if request_id in keys:
+                signals["keys"] = keys[request_id]
+            scores[request_id] = PageScores(epoch, request.pages, signals)
         output = copy(output)  # vLLM's empty output is one shared object
         attach_report(output, ScoreReport(scores))
         return output
@@ -119,24 +147,27 @@ class EvictionRuntime:
         """Resident pages of this step's rows. Built once a step, shared by all layers."""
         if self._rows is None:
             requests = [self.table[request_id] for request_id in request_ids]
-            width = max(len(request.pages) for request in requests)
-            block_table = np.zeros((len(requests), width), dtype=np.int32)
-            physical_lens = np.empty(len(requests), dtype=np.int32)
-            for row, request in enumerate(requests):
-                block_table[row, : len(request.block_ids)] = request.block_ids
-                num_tokens = request.num_computed_tokens + request.num_scheduled_tokens
-                physical_lens[row] = num_tokens - request.num_holes * self._page_tokens
             self._request_ids = request_ids
-            self._rows = BatchRows(torch.from_numpy(block_table), torch.from_numpy(physical_lens))
-            self._mass = self._observe(requests) if self.needs_scores else None
+            self._rows = self._rows_of(requests)
+            self._mass = self._observe(requests) if self.observes_attention else None
         return self._rows
+
+    def _rows_of(self, requests: Sequence[ResidentRequest]) -> BatchRows:
+        width = max(len(request.pages) for request in requests)
+        block_table = np.zeros((len(requests), width), dtype=np.int32)
+        physical_lens = np.empty(len(requests), dtype=np.int32)
+        for row, request in enumerate(requests):
+            block_table[row, : len(request.block_ids)] = request.block_ids
+            num_tokens = request.num_computed_tokens + request.num_scheduled_tokens
+            physical_lens[row] = num_tokens - request.num_holes * self._page_tokens
+        return BatchRows(torch.from_numpy(block_table), torch.from_numpy(physical_lens))
 
     @property
     def mass_request(self) -> MassRequest | None:
         """What to observe in this step; None if nothing. Valid after ``batch_rows``."""
         return self._mass
 
-    def _observe(self, requests) -> MassRequest | None:
+    def _observe(self, requests: Sequence[ResidentRequest]) -> MassRequest | None:
         assert self._rows is not None
         physical_lens = self._rows.physical_lens.numpy()
         tokens, rows, visible = [], [], []
@@ -175,6 +206,25 @@ class EvictionRuntime:
         if self._config.prefill_queries == "all":
             return np.arange(first, last)
         return np.arange(max(first, last - self._config.prefill_queries), last)
+
+    def _read_keys(self, request_ids: Iterable[str]) -> dict[str, np.ndarray]:
+        """float64 ``[n]`` key difference of each request's resident pages."""
+        assert self.key_readers, "no layer's keys can be read"
+        requests = {request_id: self.table[request_id] for request_id in request_ids}
+        rows = self._rows_of(list(requests.values()))
+        key_difference = torch.zeros(rows.block_table.shape, dtype=torch.float32)
+        for read in self.key_readers:
+            read(
+                block_table=rows.block_table,
+                num_tokens=rows.physical_lens.numpy(),
+                key_difference=key_difference,
+                layer_weight=self._layer_weight,
+            )
+        differences = key_difference.numpy().astype(np.float64)
+        return {
+            request_id: differences[row, : len(request.pages)]
+            for row, (request_id, request) in enumerate(requests.items())
+        }
 
     def _fold(self) -> None:
         """Add the step's page masses to the requests they belong to."""

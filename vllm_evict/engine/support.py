@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 
 from vllm_evict.config import EvictionConfig, EvictionConfigError, flag_name
+from vllm_evict.policies import POLICIES
 
 TESTED_VLLM = ("0.32",)
 """Minor versions of vLLM whose internals were read and tested."""
@@ -144,9 +145,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "tensor or pipeline parallelism",
         lambda c: c.parallel_config.world_size > 1,
-        "each rank would see the attention of its own heads or layers only",
+        "each rank would see the attention and the keys of its own heads or layers only",
         "use one worker per engine, or --kv-eviction streaming",
-        policies=("h2o",),
+        policies=tuple(name for name, policy in POLICIES.items() if policy.signals),
     ),
     Refusal(
         "micro-batching (--enable-dbo, --ubatch-size)",

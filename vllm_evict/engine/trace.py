@@ -51,7 +51,7 @@ class EvictionTrace:
             "pages": list(plan.pages),
             "reason": reason,
             "resident": view.pages.tolist(),
-            "scores": None if view.scores is None else _json_floats(view.scores),
+            "scores": {signal: _json_floats(values) for signal, values in view.signals.items()},
         }
         self._file.write(json.dumps(line) + "\n")
 

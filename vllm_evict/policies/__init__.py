@@ -10,13 +10,17 @@ from typing import Any
 
 from vllm_evict.policies.base import EvictionPolicy
 from vllm_evict.policies.h2o import H2O
+from vllm_evict.policies.h2o_keydiff import H2OKeyDiff
 from vllm_evict.policies.keep_all import KeepAll
+from vllm_evict.policies.keydiff import KeyDiff
 from vllm_evict.policies.random_pages import RandomPages
 from vllm_evict.policies.streaming import Streaming
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     "streaming": Streaming,
     "h2o": H2O,
+    "keydiff": KeyDiff,
+    "h2o-keydiff": H2OKeyDiff,
     "random": RandomPages,
     "keep-all": KeepAll,
 }

@@ -21,8 +21,8 @@ class EvictionPolicy(ABC):
     request is within its budget.
     """
 
-    needs_scores: ClassVar[bool] = False
-    """Whether the engine must observe attention for this policy."""
+    signals: ClassVar[tuple[str, ...]] = ()
+    """What the engine must measure for this policy, of ``pages.SIGNALS``."""
 
     evicts: ClassVar[bool] = True
     """False only for the control that never evicts."""

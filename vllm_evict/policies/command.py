@@ -20,5 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     width = max(map(len, POLICIES))
     for name, policy in POLICIES.items():
-        print(f"{name:<{width}}  {idea(policy)}" + (" Observes attention." if policy.needs_scores else ""))
+        print(
+            f"{name:<{width}}  {idea(policy)}"
+            + (f" Measures {' and '.join(policy.signals)}." if policy.signals else "")
+        )
     return 0

@@ -22,8 +22,7 @@ class H2O(EvictionPolicy):
     stand well behind the page, which puts old and young pages on equal terms.
     """
 
-    needs_scores: ClassVar[bool] = True
+    signals: ClassVar[tuple[str, ...]] = ("attention",)
 
     def rank(self, view: PageView) -> np.ndarray:
-        assert view.scores is not None
-        return view.scores
+        return view.signals["attention"]

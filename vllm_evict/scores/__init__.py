@@ -1,4 +1,4 @@
-"""Page mass: the attention probability that queries put on each KV page, the H2O score of a page.
+"""What can be measured of a KV page: page mass (attention it received, H2O), key difference (how odd its keys are).
 
-reference.py says what it is, in plain torch; cpu.py computes it fast from vLLM's packed CPU cache.
+reference.py says what they are, in plain torch; cpu.py and cpu_keys.py compute them fast from vLLM's packed CPU cache.
 """

@@ -35,7 +35,7 @@ from vllm_evict.scores.cpu_vector import CACHE_LINE_BYTES, max_lanes
 
 __all__ = ["KeyLayout", "ObservedQueries", "add_page_mass", "detect_key_layout", "warm_up"]
 
-_ELEMENTS = {
+ELEMENTS = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -218,11 +218,11 @@ def _run(kernel: Kernel, job: Job) -> None:
 
 @functools.cache
 def _kernel_for(dtype: torch.dtype, layout: KeyLayout) -> Kernel:
-    if dtype not in _ELEMENTS:
-        raise ValueError(f"page mass: dtype {dtype} is not supported, use one of {[*_ELEMENTS]}")
+    if dtype not in ELEMENTS:
+        raise ValueError(f"page mass: dtype {dtype} is not supported, use one of {[*ELEMENTS]}")
     lanes = math.gcd(layout.token_group, ROW_MAJOR_LANES if layout.is_row_major else max_lanes())
     interleave = ROW_MAJOR if layout.is_row_major else layout.dim_interleave
-    return compile_kernel(_ELEMENTS[dtype], lanes, interleave)
+    return compile_kernel(ELEMENTS[dtype], lanes, interleave)
 
 
 def _validate(

@@ -11,6 +11,7 @@ which is only safe without them.
 
 import functools
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import config
@@ -321,6 +322,29 @@ def make_load_as_float(element: str):
         return types.float32(types.int64), codegen
 
     return load_as_float
+
+
+def make_to_float(element: str):
+    """to_float(raw) -> float32 of one `element` as `storage_dtype` has it."""
+    raw_type = types.float32 if element == "float32" else types.uint16
+
+    @intrinsic
+    def to_float(typing_context, raw):
+        def codegen(context, b, signature, args):
+            if element == "float32":
+                return args[0]
+            if element == "float16":
+                return b.fpext(b.bitcast(args[0], ir.HalfType()), _F32)
+            return b.bitcast(b.shl(b.zext(args[0], _I32), _I32(16)), _F32)
+
+        return types.float32(raw_type), codegen
+
+    return to_float
+
+
+def storage_dtype(element: str):
+    """What an array of `element` is called in NumPy, which has no bfloat16."""
+    return np.float32 if element == "float32" else np.uint16
 
 
 @intrinsic

@@ -1,4 +1,6 @@
-"""Page mass, written to be read: what the fast kernels must compute.
+"""Page mass and key difference, written to be read: what the fast kernels must compute.
+
+Page mass
 
 Every query spreads a probability of 1 over the tokens it may see (softmax of its attention logits),
 once per query head. The *mass of a page* is how much of that lands on the page's tokens. Pages that
@@ -13,6 +15,21 @@ Example, one head, pages of 2 tokens, a query that sees 3 tokens with logits log
     softmax           1/8  2/8  5/8
     page 0 (0, 1)     1/8 + 2/8 = 0.375
     page 1 (2, -)     5/8       = 0.625        the unwritten 4th slot is not looked at
+
+Key difference
+Of each KV head the *anchor* is the mean direction of the keys a request holds: the sum of k / |k| over
+its resident tokens. A page's difference is minus the mean cosine between its keys and the anchor. Pages
+whose keys point elsewhere are worth keeping: what the many similar keys say, the others of them say too.
+
+Based on KeyDiff, "Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+Resource-Constrained Environments" (arXiv 2504.15364).
+Differs from the paper: mean over the tokens of a page and the KV heads of a layer; keys as they lie in
+the cache, that is, rotated.
+
+Example, one head, pages of 2 tokens, 3 keys (2, 0), (0, 5), (1, 0):
+    directions    (1, 0)  (0, 1)  (1, 0)      anchor (2, 1), of length sqrt 5
+    page 0        -(2 + 1) / (2 sqrt 5) = -0.671
+    page 1        -2 / sqrt 5           = -0.894      more of the same: goes first
 """
 
 import torch
@@ -69,3 +86,36 @@ def page_mass_reference(
         mass_per_token = probability.sum(dim=0)  # [visible], sums to num_heads
         padded = torch.nn.functional.pad(mass_per_token, (0, num_pages * block_size - visible))
         page_mass[i, :num_pages] += weight * padded.view(num_pages, block_size).sum(dim=1)
+
+
+def key_difference_reference(
+    *,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    num_tokens: torch.Tensor,
+    key_difference: torch.Tensor,
+    weight: float = 1.0,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Add each resident page's key difference, summed over KV heads, to `key_difference`, in place.
+
+    key_cache:      [num_blocks, num_kv_heads, block_size, head_size], row-major, *not* vLLM's packed layout
+    block_table:    [num_rows, max_pages] block ids, compact: only resident pages, in logical order
+    num_tokens:     [num_rows] resident tokens of each row
+    key_difference: [num_rows, max_pages] accumulated; pages without a token stay as they are
+    weight:         factor on the difference
+    """
+    block_size = key_cache.shape[2]
+    for row, tokens in enumerate(num_tokens.tolist()):
+        num_pages = -(-tokens // block_size)
+        blocks = block_table[row, :num_pages].long()
+
+        # [num_pages, kv heads, block_size, head_size] -> [kv heads, tokens, head_size], resident tokens only
+        keys = key_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :tokens].to(compute_dtype)
+        direction = torch.nn.functional.normalize(keys, dim=-1, eps=torch.finfo(compute_dtype).tiny)
+        anchor = torch.nn.functional.normalize(direction.sum(dim=1), dim=-1, eps=torch.finfo(compute_dtype).tiny)
+        cosine = torch.einsum("htd,hd->t", direction, anchor)  # [tokens], summed over KV heads
+
+        padded = torch.nn.functional.pad(cosine, (0, num_pages * block_size - tokens))
+        in_page = (tokens - torch.arange(num_pages) * block_size).clamp(max=block_size)
+        key_difference[row, :num_pages] -= weight * padded.view(num_pages, block_size).sum(dim=1) / in_page

@@ -1,9 +1,10 @@
-"""vLLM's CPU attention over resident pages, reporting page mass."""
+"""vLLM's CPU attention over resident pages, reporting page mass and key difference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm.config import get_current_vllm_config
@@ -20,6 +21,7 @@ from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.spec import EvictingAttentionSpec
+from vllm_evict.scores import cpu_keys
 from vllm_evict.scores.cpu import add_page_mass, warm_up
 from vllm_evict.scores.cpu_layout import KeyLayout, detect_key_layout
 
@@ -51,14 +53,36 @@ class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadata
 
     def bind(self, runtime: EvictionRuntime, request_ids: Callable[[], Sequence[str]]) -> None:
         super().bind(runtime, request_ids)
-        if self.runtime is not None and runtime.needs_scores:
-            self.key_layout = self._detect_key_layout()
+        if self.runtime is None or not (runtime.observes_attention or runtime.reads_keys):
+            return
+        self.key_layout = self._detect_key_layout()
+        if runtime.observes_attention:
             warm_up(dtype=self.dtype, layout=self.key_layout)
+        if runtime.reads_keys:
+            cpu_keys.warm_up(dtype=self.dtype, layout=self.key_layout)
+            runtime.key_readers.append(self.add_key_difference)
 
     def build(self, *args, **kwargs) -> CPUAttentionMetadata:
         metadata = super().build(*args, **kwargs)
         metadata.key_layout = self.key_layout
         return metadata
+
+    def add_key_difference(
+        self, *, block_table: torch.Tensor, num_tokens: np.ndarray, key_difference: torch.Tensor, layer_weight: float
+    ) -> None:
+        """A :class:`vllm_evict.engine.runtime.KeyReader` of this builder's layers."""
+        assert self.key_layout is not None
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            key_cache = _key_half(layers[name].kv_cache)
+            cpu_keys.add_key_difference(
+                key_cache=key_cache,
+                block_table=block_table,
+                num_tokens=num_tokens,
+                key_difference=key_difference,
+                weight=layer_weight / key_cache.shape[1],
+                layout=self.key_layout,
+            )
 
     def _detect_key_layout(self) -> KeyLayout:
         """How vLLM's kernels pack K on this machine, read off by writing keys through them."""
@@ -81,6 +105,12 @@ class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadata
             dtype=self.dtype,
             isa=self.isa,
         )
+
+
+def _key_half(kv_cache: torch.Tensor) -> torch.Tensor:
+    """K of a layer's cache: ``[num_blocks, num_kv_heads, block_size, head_size]``, its pages packed for the kernel."""
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    return kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)[0]
 
 
 class EvictionCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -111,11 +141,9 @@ class EvictionCPUAttentionImpl(CPUAttentionBackendImpl):
         )
         request = getattr(attn_metadata, "mass_request", None)
         if request is not None:
-            num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-            key_cache, _ = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
             add_page_mass(
                 query=query,
-                key_cache=key_cache,
+                key_cache=_key_half(kv_cache),
                 block_table=request.block_table,
                 observed=request.observed,
                 page_mass=request.page_mass,
