@@ -13,16 +13,20 @@ from tests.engine.harness import random_prompt
 
 def test_info_line_comes_out(engine):
     """A logger outside of vLLM's namespace would have no handler."""
-    import vllm.logger  # noqa: F401  it sets the handler up
-
-    (handler,) = [h for h in logging.getLogger("vllm").handlers if type(h) is logging.StreamHandler]
-    before = handler.setStream(io.StringIO())
+    ours = logging.getLogger("vllm.vllm_evict")
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s %(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
     try:
         with engine(eviction={"policy": "streaming", "budget": 100, "sink": 4}, quiet=False) as served:
             assert served.manager.block_size == P
-        out = handler.stream.getvalue()
     finally:
-        handler.setStream(before)
+        ours.removeHandler(handler)
+        ours.setLevel(logging.NOTSET)
+    # vLLM's handler: its formatter puts the file in front. Set up by the time a config is there, and ours goes to it.
+    assert logging.getLogger("vllm").handlers and ours.propagate and ours.parent is logging.getLogger("vllm")
+    out = handler.stream.getvalue()
     (line,) = [line for line in out.splitlines() if "KV eviction streaming" in line]
     assert "INFO" in line and "scheduler.py" in line
     for words in (

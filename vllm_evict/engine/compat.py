@@ -12,6 +12,7 @@ from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -95,15 +96,18 @@ def attention_backends(overrides: dict[AttentionBackendEnum, str], vllm_config: 
         selector._cached_get_attn_backend.cache_clear()
 
 
-def _limit_prefix_cache(coordinator: KVCacheCoordinator, num_hashable_tokens: Callable[[str, int], int]) -> None:
-    """Hash of a request's pages, in every group, only what ``num_hashable_tokens(request id, tokens)`` allows.
+def limit_prefix_cache(coordinator: KVCacheCoordinator, num_exact_tokens: Callable[[str, int], int]) -> None:
+    """Hash of a request's pages, in every group, only what ``num_exact_tokens(request id, tokens)`` allows.
 
-    A block manager decides for its own group only, and window layers beside evicting ones have vLLM's. Remove
-    when the coordinator asks all managers for the limit of a request.
+    A block manager decides for its own group only, and window layers beside evicting ones have vLLM's. Where vLLM
+    asks all managers, which is what patches/prefix-cache-limit.patch proposes, nothing is wrapped. Remove the
+    wrapping when every supported vLLM does.
     """
+    if hasattr(SingleTypeKVCacheManager, "num_exact_tokens"):
+        return
     cache_blocks = coordinator.cache_blocks
 
     def cache_blocks_up_to_limit(request: Request, num_computed_tokens: int) -> None:
-        cache_blocks(request, num_hashable_tokens(request.request_id, num_computed_tokens))
+        cache_blocks(request, num_exact_tokens(request.request_id, num_computed_tokens))
 
     coordinator.cache_blocks = cache_blocks_up_to_limit

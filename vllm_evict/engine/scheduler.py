@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_evict.engine.block_manager import EvictingBlockManager
-from vllm_evict.engine.compat import _limit_prefix_cache
+from vllm_evict.engine.compat import limit_prefix_cache
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.log import logger
 from vllm_evict.engine.messages import attach_update, report_of
@@ -30,11 +30,13 @@ class EvictionSchedulerMixin:
         super().__init__(*args, **kwargs)
         config = config_of(self.vllm_config)
         self.page_evictor = self._find_evictor()
-        check_pool(self.page_evictor, self.kv_cache_config.num_blocks)
+        num_blocks = self.kv_cache_config.num_blocks
+        pool_bytes = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors)
+        check_pool(self.page_evictor.kv_cache_spec, num_blocks, pool_bytes // num_blocks)
         trace = EvictionTrace(config.trace) if config.trace is not None else None
         self.page_evictor.bind(config, self.requests, trace)
-        _limit_prefix_cache(self.kv_cache_manager.coordinator, self.page_evictor.num_exact_tokens)
-        logger.info(startup_line(config, self.page_evictor, self.kv_cache_config.num_blocks))
+        limit_prefix_cache(self.kv_cache_manager.coordinator, self.page_evictor.num_exact_tokens)
+        logger.info(startup_line(config, self.page_evictor, num_blocks))
 
     def _find_evictor(self) -> EvictingBlockManager:
         managers = self.kv_cache_manager.coordinator.single_type_managers

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vllm_evict.config import EvictionConfig, EvictionConfigError, flag_name
 from vllm_evict.engine.block_manager import EvictingBlockManager
 from vllm_evict.pages import pages_for, steady_pages
 
+if TYPE_CHECKING:
+    from vllm_evict.engine.spec import EvictingAttentionSpec
 
-def check_pool(evictor: EvictingBlockManager, num_blocks: int) -> None:
+
+def check_pool(spec: EvictingAttentionSpec, num_blocks: int, block_bytes: int) -> None:
     """Refuse a pool in which one request of ``max_model_len`` tokens would never finish.
+
+    Args:
+        spec: of the evicting layers.
+        num_blocks: of the pool, the null block included.
+        block_bytes: bytes that one block takes, all layers together.
 
     Raises:
         EvictionConfigError: with the number of pages it takes.
 
     """
-    spec = evictor.kv_cache_spec
     if spec.budget_tokens is None or spec.budget_tokens >= spec.max_request_tokens:
         return  # nothing will be evicted, and what vLLM starts with is vLLM's business
     usable_pages = num_blocks - 1  # vLLM keeps one as the null block
     if usable_pages < spec.max_pages:
-        page_bytes = spec.page_size_bytes
+        least = spec.max_pages + 1
         raise EvictionConfigError(
-            f"the KV cache has {usable_pages} usable pages of {spec.block_size} tokens, and one "
-            f"request may hold {spec.max_pages} (budget {spec.budget_tokens} tokens, "
-            f"{spec.max_in_flight_tokens} tokens in flight). Give the KV cache "
-            f"{spec.max_pages + 1} pages ({page_bytes:,} bytes per page and layer), or lower "
+            f"the KV cache has {max(usable_pages, 0)} usable pages of {spec.block_size} tokens, and one request may "
+            f"hold {spec.max_pages} (budget {spec.budget_tokens} tokens, {spec.max_in_flight_tokens} tokens in "
+            f"flight). Give the KV cache {least} pages (--kv-cache-memory-bytes {least * block_bytes}), or lower "
             f"{flag_name('budget')} or --max-num-batched-tokens."
         )
 

@@ -13,6 +13,7 @@ from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.compat import attention_backends
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.runtime import EvictionRuntime
+from vllm_evict.engine.sizing import check_pool
 from vllm_evict.engine.spec import EvictingAttentionSpec
 
 _BACKENDS = {
@@ -33,6 +34,15 @@ class EvictionWorkerMixin:
         # Our backend's customize_spec() reads the settings from the current config.
         with set_current_vllm_config(self.vllm_config):
             return super().get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        available_bytes = super().determine_available_memory()
+        specs = list(self.get_kv_cache_spec().values())
+        if all(isinstance(spec, EvictingAttentionSpec) for spec in specs) and specs:
+            # Before vLLM says it in GiB. With other layers beside ours a page is not simply one of each.
+            block_bytes = sum(spec.page_size_bytes for spec in specs)
+            check_pool(specs[0], available_bytes // block_bytes, block_bytes)
+        return available_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
