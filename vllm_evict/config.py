@@ -25,6 +25,11 @@ DEFAULT_SINK_TOKENS = 4
 DEFAULT_PREFILL_QUERIES = 64
 DEFAULT_SCORE_EVERY = 8
 MAX_TOKENS = 2**31 - 1
+UNLIMITED = "unlimited"
+"""As a budget: pages go only when the pool is short, and never below the floor."""
+
+OVERRIDES = ("none", "lower", "any")
+"""What a single request may change: nothing; its budget downwards; anything."""
 
 _Tokens = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)]
 
@@ -43,7 +48,9 @@ class EvictionConfig(BaseModel):
 
     Args:
         policy: which pages to keep. ``none`` leaves vLLM as it is.
-        budget: tokens a request may keep resident.
+        budget: tokens a request may keep resident, or ``unlimited``.
+        floor: tokens that a request is left with when the pool is short: those over it give
+            up pages before anybody is preempted. Default: the budget, so nobody does.
         sink: first tokens that are never evicted (attention sinks, StreamingLLM,
             arXiv 2309.17453).
         recent: newest tokens that are never evicted. Default: half of the budget
@@ -55,13 +62,16 @@ class EvictionConfig(BaseModel):
         score_every: a decode query is observed every this many tokens of its request.
         trace: file that gets one JSON line per eviction.
         seed: seed of the ``random`` policy.
+        overrides: what a request may ask for itself (:mod:`vllm_evict.requests`): ``none``,
+            ``lower`` (a smaller budget, and pins within it) or ``any``.
 
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: str = "none"
-    budget: _Tokens = DEFAULT_BUDGET_TOKENS
+    budget: _Tokens | Literal["unlimited"] = DEFAULT_BUDGET_TOKENS
+    floor: _Tokens | None = None
     sink: _Tokens = DEFAULT_SINK_TOKENS
     recent: _Tokens | None = None
     score: str = "distant-mean"
@@ -69,6 +79,7 @@ class EvictionConfig(BaseModel):
     score_every: Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)] = DEFAULT_SCORE_EVERY
     trace: str | None = None
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)] = 0
+    overrides: str = "lower"
 
     @field_validator("policy")
     @classmethod
@@ -80,24 +91,46 @@ class EvictionConfig(BaseModel):
     def _known_score(cls, value: str) -> str:
         return _one_of(value, SCORE_KINDS)
 
+    @field_validator("overrides")
+    @classmethod
+    def _known_overrides(cls, value: str) -> str:
+        return _one_of(value, OVERRIDES)
+
     @property
     def enabled(self) -> bool:
         """Whether anything is to be done at all."""
         return self.policy != "none"
 
     @property
-    def bounded(self) -> bool:
-        """Whether requests are held to the budget (``keep-all`` holds them to nothing)."""
+    def evicts(self) -> bool:
+        """Whether pages ever go (``keep-all`` keeps them)."""
         return self.enabled and POLICIES[self.policy].evicts
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a request can always be brought down to ``least_tokens``."""
+        return self.evicts and self.least_tokens is not None
+
+    @property
+    def least_tokens(self) -> int | None:
+        """What a request is left with in the worst case: the floor, else the budget. None if nothing is evicted."""
+        if self.floor is not None:
+            return self.floor
+        return None if self.budget == UNLIMITED else self.budget
 
     @property
     def recent_tokens(self) -> int:
         """The recent window in tokens, default filled in."""
+        return self._recent_of(self.least_tokens if self.budget == UNLIMITED else self.budget)
+
+    def _recent_of(self, budget: int | None) -> int:
         if self.recent is not None:
             return self.recent
+        if budget is None:
+            return 1
         if self.policy == "streaming":
-            return max(self.budget - self.sink, 1)
-        return max(self.budget // 2, 1)
+            return max(budget - self.sink, 1)
+        return max(budget // 2, 1)
 
     @property
     def distant_tokens(self) -> int:
@@ -108,31 +141,64 @@ class EvictionConfig(BaseModel):
         """The policy object, ready to plan."""
         return get_policy(self.policy, **({"seed": self.seed} if self.policy == "random" else {}))
 
-    def page_budget(self, page_tokens: int) -> PageBudget:
+    def page_budget(self, page_tokens: int, pinned_pages: tuple[int, ...] = ()) -> PageBudget:
         """The budget in whole pages of ``page_tokens`` tokens.
 
+        Args:
+            page_tokens: tokens in a page.
+            pinned_pages: logical pages that are never evicted.
+
         Raises:
-            EvictionConfigError: the budget cannot hold sinks and recent window.
+            EvictionConfigError: the budget cannot hold sinks, pins and recent window.
 
         """
-        sink_pages = pages_for(self.sink, page_tokens)
-        if not self.bounded:
-            return PageBudget(page_tokens, None, sink_pages, 1)
-        budget_pages = pages_for(self.budget, page_tokens)
-        least_tokens = (sink_pages + 1) * page_tokens
-        if self.recent is not None:
-            least_tokens = max(least_tokens, self.sink + self.recent)
-        if budget_pages < sink_pages + 1 or self.budget < self.sink + (self.recent or 0):
-            recent = "" if self.recent is None else f", {flag_name('recent')} {self.recent}"
+        if self.evicts and self.least_tokens is None:
             raise EvictionConfigError(
-                f"{flag_name('budget')} {self.budget} is too small for {flag_name('sink')} {self.sink}{recent}: with "
-                f"pages of {page_tokens} tokens the sinks take {sink_pages} page(s), and the page being written one "
-                f"more. Set {flag_name('budget')} to at least {least_tokens}, or lower {flag_name('sink')} or "
+                f"{flag_name('budget')} {UNLIMITED} without {flag_name('floor')} would evict nothing: "
+                f"set {flag_name('floor')} to what a request keeps when the pool is short, or use "
+                f"{flag_name('policy')} keep-all."
+            )
+        if not self.evicts or self.budget == UNLIMITED:
+            # Who is never trimmed to a budget may still be trimmed to a floor, which has its own window.
+            return PageBudget(page_tokens, None, pages_for(self.sink, page_tokens), 1, pinned_pages)
+        return self._pages_of("budget", self.budget, page_tokens, pinned_pages)
+
+    def page_floor(self, page_tokens: int, pinned_pages: tuple[int, ...] = ()) -> PageBudget | None:
+        """What a request keeps when the pool is short, in whole pages; None if that is its budget.
+
+        Raises:
+            EvictionConfigError: the floor cannot hold sinks, pins and recent window, or is above the budget.
+
+        """
+        if not self.evicts or self.floor is None or self.floor == self.budget:
+            return None
+        if self.budget != UNLIMITED and self.floor > self.budget:
+            raise EvictionConfigError(
+                f"{flag_name('floor')} {self.floor} is above {flag_name('budget')} {self.budget}: it is what a request "
+                f"keeps when the pool is short. Set {flag_name('floor')} to at most {self.budget}."
+            )
+        return self._pages_of("floor", self.floor, page_tokens, pinned_pages)
+
+    def _pages_of(self, field: str, tokens: int, page_tokens: int, pinned_pages: tuple[int, ...]) -> PageBudget:
+        sink_pages = pages_for(self.sink, page_tokens)
+        budget_pages = pages_for(tokens, page_tokens)
+        num_pinned = sum(page >= sink_pages for page in pinned_pages)
+        least_tokens = (sink_pages + num_pinned + 1) * page_tokens
+        least_window = self.recent if self.recent is not None and not pinned_pages else 0
+        least_tokens = max(least_tokens, self.sink + least_window)
+        if budget_pages < sink_pages + num_pinned + 1 or tokens < self.sink + least_window:
+            recent = "" if self.recent is None else f", {flag_name('recent')} {self.recent}"
+            pins = f", the pinned spans {num_pinned}" if num_pinned else ""
+            raise EvictionConfigError(
+                f"{flag_name(field)} {tokens} is too small for {flag_name('sink')} {self.sink}{recent}: with "
+                f"pages of {page_tokens} tokens the sinks take {sink_pages} page(s){pins}, and the page being written "
+                f"one more. Set {flag_name(field)} to at least {least_tokens}, or lower {flag_name('sink')} or "
                 f"{flag_name('recent')}."
             )
-        # What fits in tokens fits: the window yields where rounding up would burst the budget.
-        recent_pages = max(min(pages_for(self.recent_tokens, page_tokens), budget_pages - sink_pages), 1)
-        return PageBudget(page_tokens, budget_pages, sink_pages, recent_pages)
+        # What fits in tokens fits: the window yields where rounding up, or pins, would burst the budget.
+        room = budget_pages - sink_pages - num_pinned
+        recent_pages = max(min(pages_for(self._recent_of(tokens), page_tokens), room), 1)
+        return PageBudget(page_tokens, budget_pages, sink_pages, recent_pages, pinned_pages)
 
 
 def parse_config(values: Any) -> EvictionConfig:
@@ -199,6 +265,10 @@ def _one_line(error: ValidationError) -> str:
         allowed = _choose(POLICY_NAMES)
     elif field == "score":
         allowed = _choose(SCORE_KINDS)
+    elif field == "budget":
+        allowed = f"give a whole number of tokens from 0 to {MAX_TOKENS}, or '{UNLIMITED}'"
+    elif field == "overrides":
+        allowed = _choose(OVERRIDES)
     elif field == "seed":
         allowed = f"give a whole number from 0 to {MAX_TOKENS}"
     else:

@@ -38,6 +38,7 @@ class PageBudget:
         sink_pages: leading pages that are never evicted.
         recent_pages: newest pages that are never evicted, the page being
             written counted in. At least 1.
+        pinned_pages: further logical pages that are never evicted.
 
     """
 
@@ -45,10 +46,12 @@ class PageBudget:
     budget_pages: int | None
     sink_pages: int
     recent_pages: int
+    pinned_pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.page_tokens > 0 and self.sink_pages >= 0 and self.recent_pages >= 1
-        assert self.budget_pages is None or (self.budget_pages >= self.sink_pages + self.recent_pages)
+        num_pinned = sum(page >= self.sink_pages for page in self.pinned_pages)
+        assert self.budget_pages is None or self.budget_pages >= self.sink_pages + num_pinned + self.recent_pages
 
     def excess_pages(self, num_resident_pages: int) -> int:
         """How many of ``num_resident_pages`` are over the budget."""

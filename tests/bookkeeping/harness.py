@@ -36,7 +36,8 @@ from vllm_evict.engine.messages import EvictionUpdate, PageScores, ScoreReport, 
 from vllm_evict.engine.resident import ResidentTable
 from vllm_evict.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_evict.engine.spec import EvictingAttentionSpec
-from vllm_evict.pages import pages_for
+from vllm_evict.pages import pages_for, peak_pages
+from vllm_evict.requests import RequestEviction, request_eviction, server_eviction
 
 PAGE_TOKENS = 4
 LAYER = {"block_size": PAGE_TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -99,11 +100,11 @@ def make_prompt(request_id: str, num_tokens: int) -> list[int]:
     return [zlib.crc32(f"{request_id}:{i}".encode()) % 400 for i in range(num_tokens)]
 
 
-def make_request(request_id: str, prompt: list[int], max_tokens: int) -> Request:
+def make_request(request_id: str, prompt: list[int], max_tokens: int, xargs: dict | None = None) -> Request:
     return Request(
         request_id=request_id,
         prompt_token_ids=list(prompt),
-        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=xargs),
         pooling_params=None,
         block_hasher=get_request_block_hasher(PAGE_TOKENS, sha256),
     )
@@ -159,6 +160,7 @@ class Bench:
         self.manager = self.scheduler.page_evictor
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.max_pages = self.manager.kv_cache_spec.max_pages
+        self.evictions: dict[str, RequestEviction] = {}
         self.managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         self.table = ResidentTable(self.manager.kv_cache_group_id, None)
         self.window_table = ResidentTable(0, None) if window_tokens else None
@@ -168,6 +170,7 @@ class Bench:
         self.finished: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.peak_pages = 0
+        self._stalled_steps = 0
         self._fingerprints: dict[str, list[int]] = {}
         self._fingerprint_of_hash: dict[bytes, int] = {}
         # Per block and slot: (text up to and with this token, all of it visible), or None for garbage.
@@ -177,12 +180,17 @@ class Bench:
 
     # ---- what a client does ----
 
-    def add(self, request_id: str, prompt: list[int] | int, max_tokens: int = 8) -> Request:
-        """`prompt`: token ids, or a number of tokens that no other request has."""
+    def add(self, request_id: str, prompt: list[int] | int, max_tokens: int = 8, xargs: dict | None = None) -> Request:
+        """`prompt`: token ids, or a number of tokens that no other request has; `xargs`: what it asks for itself."""
         prompt = make_prompt(request_id, prompt) if isinstance(prompt, int) else prompt
+        self.evictions[request_id] = (
+            request_eviction(self.settings, xargs, PAGE_TOKENS, len(prompt))
+            if xargs
+            else server_eviction(self.settings, PAGE_TOKENS)
+        )
         self.prompts[request_id] = prompt
         self._fingerprints[request_id] = []
-        request = make_request(request_id, prompt, max_tokens)
+        request = make_request(request_id, prompt, max_tokens, xargs)
         self.scheduler.add_request(request)
         return request
 
@@ -228,6 +236,10 @@ class Bench:
         step.held = {request_id: len(self.resident(request_id)) for request_id in self.scheduler.requests}
         self.steps.append(step)
         self.pending.append((output, step.runner_output))
+        # Who waits while nobody runs has the whole pool to himself.
+        stalled = bool(self.scheduler.waiting) and not self.scheduler.running
+        self._stalled_steps = self._stalled_steps + 1 if stalled else 0
+        assert self._stalled_steps < 2, "requests wait, nobody runs, and nothing is done about it"
         self.check()
         self._check_bound(step, restarted)
         return step
@@ -376,18 +388,25 @@ class Bench:
         holders = {request_id for request_id, blocks in self.manager.req_to_blocks.items() if blocks}
         assert holders <= running, "who does not run holds nothing"
         assert set(self.manager._pages) == holders, "state lives exactly as long as the blocks"
-        assert self.manager._over_budget <= holders and set(self.manager._new_holes) <= holders
+        assert self.manager._over_budget | self.manager._over_floor | set(self.manager._new_holes) <= holders
+        stats = self.manager.stats
+        assert stats.num_resident_pages == sum(len(self.resident(request_id)) for request_id in holders)
+        assert stats.num_logical_pages == sum(len(self.blocks(request_id)) for request_id in holders)
         for request_id in holders:
             resident = self.resident(request_id)
             assert self.manager._pages[request_id].resident == resident
             assert self.manager._pages[request_id].num_pages == len(self.blocks(request_id))
             assert self.manager.resident_pages(request_id) == len(resident)
-            assert (request_id in self.manager._over_budget) == (self.budget.excess_pages(len(resident)) > 0)
-            assert len(resident) <= self.max_pages, f"{request_id!r} holds {self.drawn(request_id)}"
-            if self.budget.budget_pages is not None:
-                assert resident[: self.budget.sink_pages] == list(
-                    range(min(self.budget.sink_pages, len(self.blocks(request_id))))
-                )
+            eviction = self.evictions[request_id]
+            budget, floor = eviction.budget, eviction.floor
+            assert (request_id in self.manager._over_budget) == (budget.excess_pages(len(resident)) > 0)
+            over_floor = floor is not None and floor.excess_pages(len(resident)) > 0
+            assert (request_id in self.manager._over_floor) == over_floor
+            if budget.budget_pages is not None:
+                most_pages = peak_pages(budget.budget_pages, self.config.max_in_flight_tokens, PAGE_TOKENS)
+                assert len(resident) <= most_pages, f"{request_id!r} holds {self.drawn(request_id)}"
+            kept = {*range((floor or budget).sink_pages), *budget.pinned_pages}
+            assert kept & set(range(len(self.blocks(request_id)))) <= set(resident)
             self.peak_pages = max(self.peak_pages, len(resident))
 
     def _check_prefix_cache(self) -> None:
@@ -414,11 +433,12 @@ class Bench:
             live = self.scheduler.requests[request_id]
             assert request.num_computed_tokens + scheduled == live.num_computed_tokens
             assert request.num_pages == pages_for(live.num_computed_tokens, PAGE_TOKENS)
-            if self.steps_in_flight == 1 and self.budget.budget_pages is not None:
+            budget_pages = self.evictions[request_id].budget.budget_pages
+            if self.steps_in_flight == 1 and budget_pages is not None:
                 appended = step.appended.get(request_id, 0)
                 if request_id in restarted:
                     appended = request.num_pages - request.num_computed_tokens // PAGE_TOKENS
-                assert len(resident) - appended <= self.budget.budget_pages
+                assert len(resident) - appended <= budget_pages
                 if scheduled == 1:
-                    assert len(resident) <= self.budget.budget_pages + 1
+                    assert len(resident) <= budget_pages + 1
         assert len(self.table) == len(self.manager._pages)

@@ -1,15 +1,18 @@
 """Arrivals, aborts, preemptions, evictions and shared prefixes in any order; the harness checks after every event."""
 
 from collections import Counter
+from contextlib import suppress
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.bookkeeping.harness import Bench
+from tests.bookkeeping.harness import PAGE_TOKENS, Bench
+from vllm_evict.config import EvictionConfigError
 
 TEXT = list(range(64))
+PINNED = {"kv_eviction_pin": "9-10", "kv_eviction_budget": 16}
 REQUESTS = st.sampled_from("abcdef")
 
 
@@ -21,11 +24,16 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             policy=st.sampled_from(["streaming", "h2o", "random"]),
             caching=st.booleans(),
             num_blocks=st.integers(16, 30),
-            chunk_tokens=st.sampled_from([3, 8, 16, 32]),
+            chunk_tokens=st.sampled_from([3, 8, 16]),
             budget=st.sampled_from([(8, 4, 4), (12, 0, 4), (16, 4, 8), (24, 8, 8)]),
+            floor=st.sampled_from([None, "below the budget", "unlimited"]),
         )
-        def start(self, policy, caching, num_blocks, chunk_tokens, budget):
+        def start(self, policy, caching, num_blocks, chunk_tokens, budget, floor):
             lengths = dict(zip(("budget", "sink", "recent"), budget, strict=True))
+            if floor == "unlimited":
+                lengths |= {"floor": lengths["budget"], "budget": "unlimited"}
+            elif floor:
+                lengths |= {"floor": lengths["budget"], "budget": 2 * lengths["budget"]}
             self.run = Bench(
                 stock_config,
                 policy=policy,
@@ -35,7 +43,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
                 max_seqs=4,
                 async_scheduling=async_scheduling,
                 window_tokens=window_tokens,
-                settings=lengths,
+                settings=lengths | {"overrides": "any"},
             )
 
         def known(self, request_id):
@@ -48,11 +56,13 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             shared=st.sampled_from([50, 40, 25, 17, 0]),
             own=st.integers(1, 8),
             max_tokens=st.integers(1, 12),
+            xargs=st.sampled_from([None, None, {"kv_eviction_budget": 12}, {"kv_eviction": "random"}, PINNED]),
         )
-        def arrive(self, request_id, shared, own, max_tokens):
+        def arrive(self, request_id, shared, own, max_tokens, xargs):
             if not self.known(request_id):
                 prompt = [*TEXT[:shared], *(100 + ord(request_id) + i for i in range(own))]
-                self.run.add(request_id, prompt, max_tokens)
+                with suppress(EvictionConfigError):  # the front end would refuse it
+                    self.run.add(request_id, prompt, max_tokens, xargs)
 
         @rule(num_steps=st.integers(1, 4))
         def go_on(self, num_steps):
@@ -83,6 +93,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             if hasattr(self, "run"):
                 self.run.run(max_steps=2000)
                 assert self.run.pool.get_num_free_blocks() == len(self.run.pool.blocks) - 1
+                happened["saved"] += self.run.manager.stats.take_report(PAGE_TOKENS).get("preemptions_saved", 0)
                 happened["evicted"] += self.run.manager.stats.num_evicted_pages
                 for step in self.run.steps:
                     happened["resumed"] += len(step.output.scheduled_cached_reqs.resumed_req_ids)
@@ -90,16 +101,32 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
     return AnyOrder
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     "options",
     [{"async_scheduling": False}, {"async_scheduling": True}, {"async_scheduling": False, "window_tokens": 9}],
     ids=["sync", "async", "windows"],
 )
-def test_any_order(stock_config, options):
+
+
+def check_any_order(stock_config, num_examples, options):
     happened = Counter()
     run_state_machine_as_test(
         machine(stock_config, happened, **options),
-        settings=settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True),
+        settings=settings(
+            phases=(Phase.generate,), max_examples=num_examples, stateful_step_count=40, deadline=None, derandomize=True
+        ),
     )
     # Far below what was seen: which examples Hypothesis makes depends on the modules that are loaded.
     assert happened["evicted"] > 50 and happened["resumed"] > 5
+    assert happened["saved"] > 0 or "window_tokens" in options  # whose pool is roomy
+
+
+@KINDS
+def test_any_order(stock_config, options):
+    check_any_order(stock_config, 50, options)  # 2,000 events
+
+
+@pytest.mark.slow
+@KINDS
+def test_any_order_for_long(stock_config, options):
+    check_any_order(stock_config, 500, options)

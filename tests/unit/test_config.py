@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vllm_evict.config import (
     CONFIG_KEY,
     MAX_TOKENS,
+    OVERRIDES,
     POLICY_NAMES,
     EvictionConfig,
     EvictionConfigError,
@@ -30,7 +31,12 @@ RANGE = f"from 0 to {MAX_TOKENS}"
 # field: (values that work, values that do not, what the message must say beside flag and value)
 FIELDS = {
     "policy": (("none", *POLICIES), ("h20", "", "H2O", "streaming "), POLICY_NAMES),
-    "budget": ((PAGE_TOKENS * 64, MAX_TOKENS), (-1, *TOO_LARGE, *NOT_WHOLE, None), ("tokens", RANGE)),
+    "budget": (
+        (PAGE_TOKENS * 64, MAX_TOKENS, "unlimited"),
+        (-1, *TOO_LARGE, *NOT_WHOLE, None),
+        ("tokens", RANGE, "'unlimited'"),
+    ),
+    "floor": ((0, 64, MAX_TOKENS, None), (-1, *TOO_LARGE, *NOT_WHOLE), ("tokens", RANGE)),
     "sink": ((0, 4, MAX_TOKENS), (-1, *TOO_LARGE, *NOT_WHOLE, None), ("tokens", RANGE)),
     "recent": ((0, 1, MAX_TOKENS, None), (-1, *TOO_LARGE, *NOT_WHOLE), ("tokens", RANGE)),
     "score": (SCORE_KINDS, ("Sum", "", "distant_mean"), SCORE_KINDS),
@@ -41,13 +47,14 @@ FIELDS = {
         ("decode steps", f"from 1 to {MAX_TOKENS}"),
     ),
     "trace": (("trace.jsonl", None), (5, ["trace.jsonl"], True), ("path of a file",)),
+    "overrides": (OVERRIDES, ("", "lowers", "all"), OVERRIDES),
     "seed": ((0, MAX_TOKENS), (-1, *TOO_LARGE, *NOT_WHOLE, None), (RANGE,)),
 }
 
 # What has a flag of its own; text as typed on a command line.
 BAD_FLAGS = [
     (field, text)
-    for field in ("budget", "sink", "recent", "prefill_queries")
+    for field in ("budget", "floor", "sink", "recent", "prefill_queries")
     for text in ("-1", "2147483648", str(2**63), "1.5", "64k", "", "1e3", "0x40")
 ] + [("score_every", "0"), ("policy", "h20"), ("policy", ""), ("score", "median")]
 
@@ -128,6 +135,43 @@ def test_a_config_passes_through_and_cannot_be_changed():
 def test_a_config_survives_json():
     ours = config(policy="h2o", budget=640, recent=64, prefill_queries="all", trace="t.jsonl", seed=3)
     assert parse_config(json.loads(ours.model_dump_json())) == ours
+
+
+# ---- a floor ----
+
+
+def test_unlimited_needs_a_floor():
+    with pytest.raises(EvictionConfigError) as error:
+        config(policy="h2o", budget="unlimited").page_budget(PAGE_TOKENS)
+    for word in ("--kv-eviction-budget unlimited", "--kv-eviction-floor", "keep-all"):
+        assert word in line_of(error)
+    assert config(policy="keep-all", budget="unlimited").page_budget(PAGE_TOKENS).budget_pages is None
+
+
+def test_a_floor_in_pages_with_its_own_window():
+    ours = config(policy="h2o", budget=1024, floor=250)
+    assert ours.page_budget(PAGE_TOKENS).recent_pages == 16
+    floor = ours.page_floor(PAGE_TOKENS)
+    assert (floor.budget_pages, floor.sink_pages, floor.recent_pages) == (8, 1, 4)
+    assert (ours.least_tokens, ours.bounded) == (250, True)
+    assert config(policy="h2o", budget=1024, floor=1024).page_floor(PAGE_TOKENS) is None
+    assert config(policy="h2o", budget=1024).page_floor(PAGE_TOKENS) is None
+    assert config(policy="keep-all", floor=64).page_floor(PAGE_TOKENS) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"budget": 512, "floor": 513}, ["--kv-eviction-floor 513", "--kv-eviction-budget 512", "at most 512"]),
+        ({"budget": 512, "floor": 32}, ["--kv-eviction-floor 32", "at least 64"]),
+        ({"budget": "unlimited", "floor": 63, "recent": 64}, ["--kv-eviction-floor 63", "--kv-eviction-recent 64"]),
+    ],
+)
+def test_a_floor_that_does_not_fit(settings, words):
+    with pytest.raises(EvictionConfigError) as error:
+        config(policy="h2o", **settings).page_floor(PAGE_TOKENS)
+    for word in words:
+        assert word in line_of(error)
 
 
 # ---- what the settings mean ----

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "policies": {"pages"},
     "scores": {"pages"},
     "config": {"pages", "policies", "scores"},
-    "engine": {"pages", "policies", "scores", "config"},
+    "requests": {"pages", "policies", "config"},
+    "engine": {"pages", "policies", "scores", "config", "requests"},
     "reference": set(),
 }
 

@@ -8,6 +8,7 @@ its length stays logical and everything else in vLLM goes on counting tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,10 +18,14 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
-from vllm_evict.config import EvictionConfig
+from vllm_evict.config import EvictionConfig, EvictionConfigError
+from vllm_evict.engine.log import logger
 from vllm_evict.engine.messages import EvictionUpdate, PageScores
+from vllm_evict.engine.prior import PriorScores
+from vllm_evict.engine.stats import EvictionStats
 from vllm_evict.engine.trace import EvictionTrace
 from vllm_evict.pages import EvictionPlan, PageView, pages_for
+from vllm_evict.requests import RequestEviction, asks_for_something, request_eviction, server_eviction
 
 if TYPE_CHECKING:
     from vllm_evict.engine.spec import EvictingAttentionSpec
@@ -31,28 +36,24 @@ class RequestPages:
     """Eviction state of one request; lives exactly as long as its blocks.
 
     Args:
+        eviction: policy and lengths.
         resident: logical pages held, ascending.
         num_pages: logical length of the request's block list, holes included.
         exact_tokens: leading tokens computed while everything before them was
             visible; None while that is all of them. Only these may be hashed.
-        scores: the last report, or None.
+        scores: the last report, or what a prefix hit is known by, or None.
         awaits_scores: scores were asked for and have not arrived.
+        num_pages_asked: ``num_pages`` when scores were last asked for.
 
     """
 
+    eviction: RequestEviction
     resident: list[int] = field(default_factory=list)
     num_pages: int = 0
     exact_tokens: int | None = None
     scores: PageScores | None = None
     awaits_scores: bool = False
-
-
-@dataclass
-class EvictionStats:
-    """Counters since start."""
-
-    num_evicted_pages: int = 0
-    num_evictions: int = 0
+    num_pages_asked: int = 0
 
 
 class EvictingBlockManager(FullAttentionManager):
@@ -68,8 +69,10 @@ class EvictingBlockManager(FullAttentionManager):
         # vLLM fills this in for its own window specs only.
         self.max_admission_blocks_per_request = kv_cache_spec.max_pages
         self.stats = EvictionStats()
+        self._prior = PriorScores()
         self._pages: dict[str, RequestPages] = {}
         self._over_budget: set[str] = set()
+        self._over_floor: set[str] = set()
         self._new_holes: dict[str, tuple[int, ...]] = {}
 
     def bind(
@@ -80,8 +83,8 @@ class EvictingBlockManager(FullAttentionManager):
     ) -> None:
         """Connect to the scheduler: its live requests, the policy to apply, where to trace."""
         self._requests = requests
-        self._policy = config.make_policy()
-        self._budget = config.page_budget(self.block_size)
+        self._config = config
+        self._default = server_eviction(config, self.block_size)
         self._trace = trace
 
     # ---- one step -------------------------------------------------------------
@@ -92,6 +95,35 @@ class EvictingBlockManager(FullAttentionManager):
         for request_id in sorted(self._over_budget):
             if not self._pages[request_id].awaits_scores:
                 self._trim(self._requests[request_id])
+
+    def relieve(self, num_pages: int) -> bool:
+        """Trim requests over their floor, least valuable page first, until the pool has ``num_pages`` free.
+
+        A page that several requests hold stays: one of them giving it up frees nothing.
+
+        Returns:
+            Whether any page came free.
+
+        """
+        offers, views = [], {}
+        for request_id in sorted(self._over_floor):
+            pages = self._pages[request_id]
+            views[request_id] = view = self._view_now(request_id)
+            victims, ranks = pages.eviction.policy.victims(view, pages.eviction.floor)
+            offers += [(rank, request_id, page) for rank, page in zip(ranks, victims.tolist(), strict=True)]
+        offers.sort(key=lambda offer: offer[0])
+        num_missing = num_pages - self.block_pool.get_num_free_blocks()
+        taken = defaultdict(list)
+        for _, request_id, page in offers:
+            if num_missing <= 0:
+                break
+            if self.req_to_blocks[request_id][page].ref_cnt == 1:
+                taken[request_id].append(page)
+                num_missing -= 1
+        for request_id, victims in taken.items():
+            plan = EvictionPlan(tuple(sorted(victims)))
+            self._evict(self._requests[request_id], views[request_id], plan, reason="pressure")
+        return bool(taken)
 
     def take_update(self, restarted: Sequence[str]) -> EvictionUpdate:
         """What this step's workers must know; drains the new holes.
@@ -108,11 +140,19 @@ class EvictingBlockManager(FullAttentionManager):
                 resident = set(pages.resident)
                 holes[request_id] = tuple(i for i in range(pages.num_pages) if i not in resident)
         wanted = {}
-        if self._policy.signals:
-            for request_id in self._over_budget:
-                self._pages[request_id].awaits_scores = True
+        for request_id in self._over_budget | self._may_be_relieved():
+            pages = self._pages[request_id]
+            if pages.eviction.signals:
+                pages.awaits_scores = True
+                pages.num_pages_asked = pages.num_pages
                 wanted[request_id] = self._requests[request_id].num_preemptions
         return EvictionUpdate(holes, wanted)
+
+    def _may_be_relieved(self) -> set[str]:
+        """Requests that may soon have to give up pages to others, and have grown a page since they were last scored."""
+        if not self._over_floor or self.block_pool.get_num_free_blocks() > len(self.block_pool.blocks) // 8:
+            return set()
+        return {r for r in self._over_floor if self._pages[r].num_pages != self._pages[r].num_pages_asked}
 
     def receive_scores(self, request_id: str, scores: PageScores) -> None:
         """Keep a report, unless the request is gone or was preempted since."""
@@ -122,6 +162,7 @@ class EvictingBlockManager(FullAttentionManager):
             return
         pages.scores = scores
         pages.awaits_scores = False
+        self._prior.remember(scores, self.req_to_blocks[request_id])
 
     def num_exact_tokens(self, request_id: str, num_tokens: int) -> int:
         """How many of the request's first ``num_tokens`` were computed while all before them was visible.
@@ -139,17 +180,51 @@ class EvictingBlockManager(FullAttentionManager):
         pages = self._pages.get(request_id)
         return len(pages.resident) if pages is not None else 0
 
+    def summary(self, request_id: str) -> dict[str, str | int] | None:
+        """What a client is told of its request: policy, tokens resident and evicted. None if it never ran."""
+        pages = self._pages.get(request_id)
+        if pages is None:
+            return None
+        num_evicted = (pages.num_pages - len(pages.resident)) * self.block_size
+        num_tokens = self._requests[request_id].num_computed_tokens
+        return {
+            "policy": pages.eviction.name,
+            "evicted_tokens": num_evicted,
+            "resident_tokens": num_tokens - num_evicted,
+        }
+
+    def forget_prior_scores(self) -> None:
+        """The prefix cache was reset."""
+        self._prior = PriorScores()
+
+    def _eviction_of(self, request_id: str) -> RequestEviction:
+        if request_id in self._pages:
+            return self._pages[request_id].eviction
+        request = self._requests[request_id]
+        xargs = request.sampling_params.extra_args if request.sampling_params is not None else None
+        if not asks_for_something(xargs):
+            return self._default
+        try:
+            return request_eviction(self._config, xargs, self.block_size, request.num_prompt_tokens)
+        except EvictionConfigError as error:  # the front end refuses it, but somebody went round it
+            logger.warning("KV eviction: request %s is served as the server's settings say: %s", request_id, error)
+            return self._default
+
     def _trim(self, request: Request) -> None:
-        pages = self._pages[request.request_id]
-        num_tokens = request.num_computed_tokens
-        view = self._view(pages, num_tokens, num_tokens - request.num_in_flight_tokens)
-        plan = self._policy.plan(view, self._budget)
+        eviction = self._pages[request.request_id].eviction
+        view = self._view_now(request.request_id)
+        plan = eviction.policy.plan(view, eviction.budget)
         if plan:
-            self._evict(request, pages, view, plan)
+            self._evict(request, view, plan, reason="budget")
+
+    def _view_now(self, request_id: str) -> PageView:
+        request, pages = self._requests[request_id], self._pages[request_id]
+        num_tokens = request.num_computed_tokens
+        return self._view(pages, num_tokens, num_tokens - request.num_in_flight_tokens)
 
     def _view(self, pages: RequestPages, num_tokens: int, num_processed_tokens: int) -> PageView:
         resident = np.asarray(pages.resident, dtype=np.int32)
-        signals = {signal: np.full(len(resident), np.nan) for signal in self._policy.signals}
+        signals = {signal: np.full(len(resident), np.nan) for signal in pages.eviction.signals}
         if signals and pages.scores is not None:
             # The report may be older than the last eviction: match by page.
             _, at, where = np.intersect1d(resident, pages.scores.pages, assume_unique=True, return_indices=True)
@@ -157,7 +232,7 @@ class EvictingBlockManager(FullAttentionManager):
                 values[at] = pages.scores.signals[signal][where]
         return PageView(resident, num_tokens, num_processed_tokens, signals)
 
-    def _evict(self, request: Request, pages: RequestPages, view: PageView, plan: EvictionPlan) -> None:
+    def _evict(self, request: Request, view: PageView, plan: EvictionPlan, reason: str) -> None:
         request_id = request.request_id
         blocks = self.req_to_blocks[request_id]
         # Last page first, so that of hashed pages the prefix stays hittable longest.
@@ -165,34 +240,44 @@ class EvictingBlockManager(FullAttentionManager):
         for page in plan.pages:
             blocks[page] = self._null_block
         self.block_pool.free_blocks(freed)
-        self._record_holes(request, pages, view, plan)
+        self._record_holes(request, view, plan, reason, num_freed=sum(block.ref_cnt == 0 for block in freed))
         self._new_holes[request_id] = self._new_holes.get(request_id, ()) + plan.pages
 
-    def _record_holes(self, request: Request, pages: RequestPages, view: PageView, plan: EvictionPlan) -> None:
+    def _record_holes(self, request: Request, view: PageView, plan: EvictionPlan, reason: str, num_freed: int) -> None:
         """Book ``plan`` on the request's state, wherever the blocks went."""
+        pages = self._pages[request.request_id]
         evicted = set(plan.pages)
         pages.resident = [page for page in pages.resident if page not in evicted]
         if pages.exact_tokens is None:
             pages.exact_tokens = view.num_tokens
         self._note_size(request.request_id, pages)
-        self.stats.num_evictions += 1
-        self.stats.num_evicted_pages += len(plan.pages)
+        self.stats.num_resident_pages -= len(plan.pages)
+        self.stats.evicted(pages.eviction.name, reason, view, plan, num_freed)
         if self._trace is not None:
-            self._trace.write(request.request_id, request.num_preemptions, view, plan, reason="budget")
+            self._trace.write(request.request_id, request.num_preemptions, view, plan, reason)
 
     def _grow(self, request_id: str) -> None:
         """Book the blocks that vLLM has appended to the request's list."""
-        pages = self._pages.setdefault(request_id, RequestPages())
+        pages = self._pages.get(request_id)
+        if pages is None:
+            pages = self._pages[request_id] = RequestPages(self._eviction_of(request_id))
         num_pages = len(self.req_to_blocks[request_id])
+        num_new = num_pages - pages.num_pages
         pages.resident.extend(range(pages.num_pages, num_pages))
         pages.num_pages = num_pages
+        self.stats.num_resident_pages += num_new
+        self.stats.num_logical_pages += num_new
         self._note_size(request_id, pages)
 
     def _note_size(self, request_id: str, pages: RequestPages) -> None:
-        if self._budget.excess_pages(len(pages.resident)):
-            self._over_budget.add(request_id)
-        else:
-            self._over_budget.discard(request_id)
+        for holders, budget in (
+            (self._over_budget, pages.eviction.budget),
+            (self._over_floor, pages.eviction.floor),
+        ):
+            if budget is not None and budget.excess_pages(len(pages.resident)):
+                holders.add(request_id)
+            else:
+                holders.discard(request_id)
 
     # ---- vLLM's hooks ---------------------------------------------------------
 
@@ -213,7 +298,12 @@ class EvictingBlockManager(FullAttentionManager):
         prefill_end: int = 0,
     ) -> int:
         """As vLLM's; of a prefix hit only the pages that will be kept count (and are pinned)."""
-        plan = self._plan_hit(new_computed_blocks, num_local_computed_tokens)
+        if apply_admission_cap:
+            spec = self.kv_cache_spec
+            self.max_admission_blocks_per_request = self._eviction_of(request_id).most_pages(
+                spec.max_request_tokens, spec.max_in_flight_tokens
+            )
+        plan = self._plan_hit(request_id, new_computed_blocks, num_local_computed_tokens)
         if not plan:
             return super().get_num_blocks_to_allocate(
                 request_id,
@@ -243,7 +333,8 @@ class EvictingBlockManager(FullAttentionManager):
         num_external_computed_tokens: int,
     ) -> None:
         """Adopt a prefix hit; one that is longer than the budget comes with its holes."""
-        plan = self._plan_hit(new_computed_blocks, num_local_computed_tokens)
+        prior = self._prior_of(request_id, new_computed_blocks)
+        plan = self._plan_hit(request_id, new_computed_blocks, num_local_computed_tokens)
         super().add_local_computed_blocks(
             request_id,
             self._without(new_computed_blocks, plan),
@@ -251,27 +342,40 @@ class EvictingBlockManager(FullAttentionManager):
             num_external_computed_tokens,
         )
         self._grow(request_id)
+        pages = self._pages[request_id]
+        pages.scores = prior
         if plan:
             self._null_block.ref_cnt -= len(plan.pages)  # vLLM's touch() has counted the holes
-            pages = self._pages[request_id]
             view = self._view(pages, num_local_computed_tokens, num_local_computed_tokens)
-            self._record_holes(self._requests[request_id], pages, view, plan)
+            self._record_holes(self._requests[request_id], view, plan, reason="budget", num_freed=0)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request; holes have nothing to give back."""
-        self._pages.pop(request_id, None)
+        pages = self._pages.pop(request_id, None)
+        if pages is not None:
+            self.stats.num_resident_pages -= len(pages.resident)
+            self.stats.num_logical_pages -= pages.num_pages
         self._over_budget.discard(request_id)
+        self._over_floor.discard(request_id)
         self._new_holes.pop(request_id, None)
         return [block for block in super().pop_blocks_for_free(request_id) if not block.is_null]
 
     # ---- prefix hits longer than the budget -----------------------------------
 
-    def _plan_hit(self, hit_blocks: Sequence[KVCacheBlock], num_hit_tokens: int) -> EvictionPlan:
+    def _plan_hit(self, request_id: str, hit_blocks: Sequence[KVCacheBlock], num_hit_tokens: int) -> EvictionPlan:
         """Which pages of a prefix hit not to take, as if trimmed right after computing it."""
-        if not self._budget.excess_pages(len(hit_blocks)):
+        eviction = self._eviction_of(request_id)
+        if not eviction.budget.excess_pages(len(hit_blocks)):
             return EvictionPlan()
-        hit = RequestPages(resident=list(range(len(hit_blocks))))
-        return self._policy.plan(self._view(hit, num_hit_tokens, num_hit_tokens), self._budget)
+        hit = RequestPages(
+            eviction, resident=list(range(len(hit_blocks))), scores=self._prior_of(request_id, hit_blocks)
+        )
+        return eviction.policy.plan(self._view(hit, num_hit_tokens, num_hit_tokens), eviction.budget)
+
+    def _prior_of(self, request_id: str, hit_blocks: Sequence[KVCacheBlock]) -> PageScores | None:
+        """What earlier owners last reported of the pages of a prefix hit."""
+        signals = self._eviction_of(request_id).signals
+        return self._prior.recall(hit_blocks, signals) if signals and hit_blocks else None
 
     def _without(self, blocks: Sequence[KVCacheBlock], plan: EvictionPlan) -> Sequence[KVCacheBlock]:
         if not plan:

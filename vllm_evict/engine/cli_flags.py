@@ -20,7 +20,9 @@ from vllm_evict.config import (
     DEFAULT_SCORE_EVERY,
     DEFAULT_SINK_TOKENS,
     MAX_TOKENS,
+    OVERRIDES,
     POLICY_NAMES,
+    UNLIMITED,
     EvictionConfigError,
     flag_name,
     parse_config,
@@ -31,6 +33,7 @@ _DEST_PREFIX = "kv_eviction_"
 _FLAG_FIELDS = (
     "policy",
     "budget",
+    "floor",
     "sink",
     "recent",
     "score",
@@ -38,6 +41,7 @@ _FLAG_FIELDS = (
     "score_every",
     "trace",
     "seed",
+    "overrides",
 )
 
 
@@ -63,9 +67,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "budget",
+        type=_whole_number(0, "tokens", word=UNLIMITED),
+        metavar=f"TOKENS|{UNLIMITED}",
+        help=f"Tokens a request may keep resident (default: {DEFAULT_BUDGET_TOKENS}; {UNLIMITED}: pages go only when "
+        "the pool is short, down to the floor).",
+    )
+    add(
+        "floor",
         type=_whole_number(0, "tokens"),
         metavar="TOKENS",
-        help=f"Tokens a request may keep resident (default: {DEFAULT_BUDGET_TOKENS}).",
+        help="When the pool is short, requests with more than this give up pages before one is preempted "
+        "(default: the budget, so none does).",
     )
     add(
         "sink",
@@ -99,6 +111,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"h2o, h2o-keydiff: observe every N-th decoded token (default: {DEFAULT_SCORE_EVERY}).",
     )
     add("trace", metavar="FILE", help="Append one JSON line per eviction to FILE.")
+    add(
+        "overrides",
+        choices=OVERRIDES,
+        help="What a request may change for itself by vllm_xargs: nothing, a lower budget and pins (default), or any.",
+    )
     add("seed", type=_whole_number(0), metavar="N", help="random: seed of the choice (default: 0).")
     group.add_argument(
         "--kv-eviction-config",

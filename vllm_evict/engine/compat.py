@@ -1,11 +1,15 @@
-"""Every place where vLLM lacks a hook and is wrapped instead. Keep it short."""
+"""Every place where vLLM lacks a hook and is wrapped instead. Keep it short.
+
+Imported in every vLLM process, so what only a front end needs is imported where it is hooked.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.engine import arg_utils
@@ -16,7 +20,11 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request
+
+    from vllm_evict.engine.front_end import StreamReport
+    from vllm_evict.engine.metrics import EvictionMetrics
 
 _MARK = "_vllm_evict_hooked"
 
@@ -111,3 +119,99 @@ def limit_prefix_cache(coordinator: KVCacheCoordinator, num_exact_tokens: Callab
         cache_blocks(request, num_exact_tokens(request.request_id, num_computed_tokens))
 
     coordinator.cache_blocks = cache_blocks_up_to_limit
+
+
+def hook_requests(check: Callable[[VllmConfig, EngineCoreRequest], None]) -> None:
+    """Have ``check`` look at every request before the engine sees it; what it raises becomes HTTP 400. Idempotent.
+
+    Through vLLM's own hook where it has one, which is what patches/request-checks.patch proposes. Remove the
+    wrapping when every supported vLLM has it.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if hasattr(InputProcessor, "request_checks"):
+        if check not in InputProcessor.request_checks:
+            InputProcessor.request_checks.append(check)
+        return
+    process_inputs = InputProcessor.process_inputs
+    if hasattr(process_inputs, _MARK):
+        return
+
+    @functools.wraps(process_inputs)
+    def process_and_check(self, *args, **kwargs):
+        request = process_inputs(self, *args, **kwargs)
+        check(self.vllm_config, request)
+        return request
+
+    setattr(process_and_check, _MARK, True)
+    InputProcessor.process_inputs = process_and_check
+
+
+def hook_stats(
+    metrics_of: Callable[[VllmConfig], EvictionMetrics | None], take_report: Callable[[object], dict[str, Any] | None]
+) -> None:
+    """Hand our part of the scheduler's statistics to our metrics, before vLLM's loggers see the rest. Idempotent.
+
+    vLLM's plugins for statistics load in ``AsyncLLM`` only and switch statistics on for everybody. Through a hook of
+    the manager where it has one, which is what patches/plugin-stats.patch proposes. Remove the wrapping when every
+    supported vLLM has it.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    if hasattr(StatLoggerManager, "plugin_stats"):
+        StatLoggerManager.plugin_stats[_MARK] = (metrics_of, take_report)
+        return
+    init, record = StatLoggerManager.__init__, StatLoggerManager.record
+    if hasattr(record, _MARK):
+        return
+
+    @functools.wraps(init)
+    def init_with_metrics(self, vllm_config, *args, **kwargs):
+        init(self, vllm_config, *args, **kwargs)
+        self.kv_eviction_metrics = metrics_of(vllm_config)
+
+    @functools.wraps(record)
+    def record_with_metrics(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=None):
+        report = take_report(scheduler_stats)
+        if report is not None and self.kv_eviction_metrics is not None:
+            self.kv_eviction_metrics.record(report, engine_idx or 0)
+        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    setattr(record_with_metrics, _MARK, True)
+    StatLoggerManager.__init__ = init_with_metrics
+    StatLoggerManager.record = record_with_metrics
+
+
+def hook_streams(make_report: Callable[[], StreamReport]) -> None:
+    """Put ``kv_transfer_params`` on the final usage chunk of a stream, as vLLM does on answers that are not streamed.
+
+    Done by vLLM itself with patches/stream-transfer-params.patch. Idempotent. Remove when every supported vLLM does.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    if "kv_transfer_params" in ChatCompletionStreamResponse.model_fields:
+        return
+    for serving, name in (
+        (OpenAIServingChat, "chat_completion_stream_generator"),
+        (OpenAIServingCompletion, "completion_stream_generator"),
+    ):
+        generate = getattr(serving, name)
+        if not hasattr(generate, _MARK):
+            setattr(serving, name, _with_report(generate, make_report))
+
+
+def _with_report(generate, make_report: Callable[[], StreamReport]):
+    signature = inspect.signature(generate)
+
+    @functools.wraps(generate)
+    async def generate_with_report(*args, **kwargs):
+        report = make_report()
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["result_generator"] = report.watch(bound.arguments["result_generator"])
+        async for event in generate(*bound.args, **bound.kwargs):
+            yield report.complete(event)
+
+    setattr(generate_with_report, _MARK, True)
+    return generate_with_report

@@ -45,8 +45,22 @@ class EvictionEngineArgs:
     def after_engine_config(self, engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
         """Switch eviction on in the finished config."""
         with _errors(engine_args):
-            if requested_config(engine_args.additional_config).enabled:
-                enable(vllm_config)
+            if not requested_config(engine_args.additional_config).enabled:
+                return
+            enable(vllm_config)
+        _hook_front_end(engine_args)
+
+
+def _hook_front_end(engine_args: EngineArgs) -> None:
+    """Whoever has made the config is the front end of its engine, or shares the process with it."""
+    from vllm_evict.engine import compat
+    from vllm_evict.engine.front_end import StreamReport, check_request
+    from vllm_evict.engine.metrics import metrics_of, take_report
+
+    compat.hook_requests(check_request)
+    compat.hook_stats(metrics_of, take_report)
+    if getattr(engine_args, _FROM_CLI, False):
+        compat.hook_streams(StreamReport)
 
 
 def _errors(engine_args: EngineArgs):

@@ -52,9 +52,16 @@ class PageScores:
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Worker to scheduler, on the ``ModelRunnerOutput``: ``{request id: its scores}``."""
+    """Worker to scheduler, on the ``ModelRunnerOutput``.
+
+    Args:
+        scores: ``{request id: its scores}``.
+        seconds: spent on measuring since the last report.
+
+    """
 
     scores: dict[str, PageScores]
+    seconds: float = 0.0
 
 
 def attach_update(output: SchedulerOutput, update: EvictionUpdate) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -23,6 +24,24 @@ from vllm_evict.engine.messages import (
 from vllm_evict.engine.resident import ResidentRequest, ResidentTable
 from vllm_evict.scores.aggregate import PageMass
 from vllm_evict.scores.cpu import ObservedQueries
+
+
+class Stopwatch:
+    """Seconds spent inside ``with`` blocks."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.perf_counter() - self._started
+
+    def take(self) -> float:
+        """The seconds so far; starts again at 0."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,7 @@ class MassRequest:
         page_mass: float32 ``[observed queries, max resident pages]``, summed up
             by the layers: each adds its mean over query heads times ``layer_weight``.
         layer_weight: 1 / number of evicting layers.
+        stopwatch: adds up what measuring takes.
 
     """
 
@@ -57,6 +77,7 @@ class MassRequest:
     block_table: torch.Tensor
     page_mass: torch.Tensor
     layer_weight: float
+    stopwatch: Stopwatch
 
 
 class KeyReader(Protocol):
@@ -94,6 +115,7 @@ class EvictionRuntime:
         self.observes_attention = "attention" in signals
         self.reads_keys = "keys" in signals
         self.key_readers: list[KeyReader] = []
+        self._stopwatch = Stopwatch()
         self.table = ResidentTable(group_id, self._make_mass if self.observes_attention else None)
         self._update: EvictionUpdate | None = None
         self._request_ids: Sequence[str] = ()
@@ -121,7 +143,8 @@ class EvictionRuntime:
         self._rows = self._mass = None
         if not wanted:
             return output
-        keys = self._read_keys(wanted) if self.reads_keys else {}
+        with self._stopwatch:
+            keys = self._read_keys(wanted) if self.reads_keys else {}
         scores = {}
         for request_id, epoch in wanted.items():
             request = self.table[request_id]
@@ -133,7 +156,7 @@ class EvictionRuntime:
                 signals["keys"] = keys[request_id]
             scores[request_id] = PageScores(epoch, request.pages, signals)
         output = copy(output)  # vLLM's empty output is one shared object
-        attach_report(output, ScoreReport(scores))
+        attach_report(output, ScoreReport(scores, self._stopwatch.take()))
         return output
 
     @property
@@ -192,7 +215,7 @@ class EvictionRuntime:
         )
         width = self._rows.block_table.shape[1]
         page_mass = torch.zeros(len(observed.token), width, dtype=torch.float32)
-        return MassRequest(observed, self._rows.block_table, page_mass, self._layer_weight)
+        return MassRequest(observed, self._rows.block_table, page_mass, self._layer_weight, self._stopwatch)
 
     def _observed_positions(self, first: int, num_queries: int) -> np.ndarray:
         """Positions, among this step's queries of a request, of those to observe.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
+from vllm_evict.config import CONFIG_KEY
 from vllm_evict.engine.block_manager import EvictingBlockManager
 from vllm_evict.engine.compat import limit_prefix_cache
 from vllm_evict.engine.configure import config_of
@@ -15,6 +20,7 @@ from vllm_evict.engine.log import logger
 from vllm_evict.engine.messages import attach_update, report_of
 from vllm_evict.engine.sizing import check_pool, startup_line
 from vllm_evict.engine.trace import EvictionTrace
+from vllm_evict.pages import pages_for
 
 
 class EvictionSchedulerMixin:
@@ -35,6 +41,9 @@ class EvictionSchedulerMixin:
         check_pool(self.page_evictor.kv_cache_spec, num_blocks, pool_bytes // num_blocks)
         trace = EvictionTrace(config.trace) if config.trace is not None else None
         self.page_evictor.bind(config, self.requests, trace)
+        if config.page_floor(self.page_evictor.block_size) is not None:
+            self._allocate_slots = self.kv_cache_manager.allocate_slots
+            self.kv_cache_manager.allocate_slots = self._allocate_or_relieve
         limit_prefix_cache(self.kv_cache_manager.coordinator, self.page_evictor.num_exact_tokens)
         logger.info(startup_line(config, self.page_evictor, num_blocks))
 
@@ -66,12 +75,54 @@ class EvictionSchedulerMixin:
         attach_update(output, self.page_evictor.take_update(restarted))
         return output
 
+    def _allocate_or_relieve(self, request: Request, num_new_tokens: int, *args, **kwargs) -> KVCacheBlocks | None:
+        """vLLM's ``allocate_slots``; where it would preempt, requests over their floor give up pages first."""
+        blocks = self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+        # Who waits to be admitted goes on waiting, as in vLLM: pages are taken only where work would be lost.
+        if blocks is None and request.status == RequestStatus.RUNNING:
+            num_pages = pages_for(num_new_tokens, self.page_evictor.block_size) + 1
+            if self.page_evictor.relieve(num_pages):
+                blocks = self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+                if blocks is not None:
+                    self.page_evictor.stats.preemption_saved()
+        return blocks
+
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
         report = report_of(model_runner_output)
         if report is not None:
             for request_id, scores in report.scores.items():
                 self.page_evictor.receive_scores(request_id, scores)
-        return super().update_from_output(scheduler_output, model_runner_output)
+            self.page_evictor.stats.scored(report.seconds)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._tell_of_stop_strings(outputs)
+        return outputs
+
+    def _tell_of_stop_strings(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """A stop string is found by the front end, to which each output so far must be the last."""
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                request = self.requests.get(output.request_id)
+                if request is not None and request.sampling_params is not None and request.sampling_params.stop:
+                    summary = self.page_evictor.summary(request.request_id)
+                    output.kv_transfer_params = {CONFIG_KEY: summary} if summary is not None else None
+
+    def make_stats(self, *args, **kwargs) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            # A free dict that crosses processes; no connector can be beside eviction to fill it.
+            stats.kv_connector_stats = {CONFIG_KEY: self.page_evictor.stats.take_report(self.page_evictor.block_size)}
+        return stats
+
+    def _free_request(self, request: Request, *args, **kwargs):
+        summary = self.page_evictor.summary(request.request_id)
+        kv_transfer_params, *others = super()._free_request(request, *args, **kwargs)
+        if summary is not None:
+            kv_transfer_params = {**(kv_transfer_params or {}), CONFIG_KEY: summary}
+        return kv_transfer_params, *others
+
+    def reset_prefix_cache(self, *args, **kwargs) -> bool:
+        self.page_evictor.forget_prior_scores()
+        return super().reset_prefix_cache(*args, **kwargs)
 
 
 class EvictionScheduler(EvictionSchedulerMixin, Scheduler):

@@ -31,9 +31,9 @@ def check_pool(spec: EvictingAttentionSpec, num_blocks: int, block_bytes: int) -
         least = spec.max_pages + 1
         raise EvictionConfigError(
             f"the KV cache has {max(usable_pages, 0)} usable pages of {spec.block_size} tokens, and one request may "
-            f"hold {spec.max_pages} (budget {spec.budget_tokens} tokens, {spec.max_in_flight_tokens} tokens in "
+            f"hold {spec.max_pages} (budget or floor {spec.budget_tokens} tokens, {spec.max_in_flight_tokens} tokens in "
             f"flight). Give the KV cache {least} pages (--kv-cache-memory-bytes {least * block_bytes}), or lower "
-            f"{flag_name('budget')} or --max-num-batched-tokens."
+            f"{flag_name('budget')} (or {flag_name('floor')}) or --max-num-batched-tokens."
         )
 
 
@@ -41,27 +41,30 @@ def startup_line(config: EvictionConfig, evictor: EvictingBlockManager, num_bloc
     """Policy, lengths in tokens and pages, bounds, and concurrency without and with eviction."""
     spec = evictor.kv_cache_spec
     page_tokens = spec.block_size
-    budget = config.page_budget(page_tokens)
+    budget, floor = config.page_budget(page_tokens), config.page_floor(page_tokens)
     usable_pages = num_blocks - 1
     full_pages = pages_for(spec.max_request_tokens, page_tokens)
     without = f"{usable_pages / full_pages:.2f}x requests of {spec.max_request_tokens:,} tokens"
-    if budget.budget_pages is None:
+    least = floor or budget
+    if least.budget_pages is None:
         return (
             f"KV eviction {config.policy}: nothing is evicted; {usable_pages} usable pages of "
             f"{page_tokens} tokens, concurrency {without}"
         )
-    steady = min(steady_pages(budget.budget_pages), full_pages)
+    steady = min(steady_pages(least.budget_pages), full_pages)
 
-    def length(name: str, tokens: int, pages: int) -> str:
-        return f"{name} {tokens:,} tokens = {pages} pages"
+    def length(name: str, tokens: int | str, pages: int | None) -> str:
+        return f"{name} {tokens}" if pages is None else f"{name} {tokens:,} tokens = {pages} pages"
 
+    lengths = [length("budget", config.budget, budget.budget_pages)]
+    if floor is not None:
+        lengths.append(length("floor", config.floor, floor.budget_pages))
+    lengths.append(length("sink", config.sink, least.sink_pages))
+    lengths.append(length("recent", config.recent_tokens, (budget if budget.budget_pages else least).recent_pages))
     return (
-        f"KV eviction {config.policy}: pages of {page_tokens} tokens; "
-        f"{length('budget', config.budget, budget.budget_pages)}; "
-        f"{length('sink', config.sink, budget.sink_pages)}; "
-        f"{length('recent', config.recent_tokens, budget.recent_pages)}; "
-        f"a request holds at most {steady} pages decoding, {spec.max_pages} in prefill; "
-        f"{usable_pages} usable pages: concurrency without eviction {without}, "
+        f"KV eviction {config.policy}: pages of {page_tokens} tokens; {'; '.join(lengths)}; "
+        f"a request {'holds' if floor is None else 'can be brought down to'} at most {steady} pages decoding, "
+        f"{spec.max_pages} in prefill; {usable_pages} usable pages: concurrency without eviction {without}, "
         f"with eviction {usable_pages / steady:.2f}x decoding "
         f"({usable_pages / spec.max_pages:.2f}x in prefill)"
     )

@@ -23,10 +23,11 @@ KVCacheSpecRegistry.get_manager_class(FullAttentionSpec)  # type: ignore[arg-typ
 @register_kv_cache_spec(EvictingBlockManager, uniform_type_base_spec=FullAttentionSpec)
 @dataclass(frozen=True, kw_only=True)
 class EvictingAttentionSpec(FullAttentionSpec):
-    """Full attention whose requests hold at most ``max_pages`` pages.
+    """Full attention whose requests need at most ``max_pages`` pages at once.
 
     Args:
-        budget_tokens: budget per request in tokens; None = unlimited.
+        budget_tokens: what a request can always be brought down to, its budget or its
+            floor; None = nothing is evicted.
         max_in_flight_tokens: ``VllmConfig.max_in_flight_tokens``.
         max_request_tokens: ``max_model_len``.
 
@@ -44,14 +45,14 @@ class EvictingAttentionSpec(FullAttentionSpec):
         return replace_as(
             spec,
             cls,
-            budget_tokens=config.budget if config.bounded else None,
+            budget_tokens=config.least_tokens if config.bounded else None,
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             max_request_tokens=vllm_config.model_config.max_model_len,
         )
 
     @property
     def max_pages(self) -> int:
-        """Most pages one request ever holds, prefill included (see ``pages.peak_pages``)."""
+        """Most pages one request needs at once, prefill included (see ``pages.peak_pages``)."""
         full_pages = pages_for(self.max_request_tokens, self.block_size)
         if self.budget_tokens is None:
             return full_pages

@@ -15,7 +15,7 @@ from vllm_evict.pages import EvictionPlan, PageBudget, PageView
 class EvictionPolicy(ABC):
     """Ranks pages; the base decides which of them are open to eviction.
 
-    Never evicted: sink pages, the newest ``recent_pages`` pages, pages with a
+    Never evicted: sink and pinned pages, the newest ``recent_pages`` pages, pages with a
     token that is not fully processed (so also the page being written). Of the
     rest the lowest-ranked go first, the older first among equals, until the
     request is within its budget.
@@ -37,14 +37,19 @@ class EvictionPolicy(ABC):
         A page nobody has judged yet (NaN) goes only when no judged page is left:
         new pages are on trial before they compete.
         """
+        pages, _ = self.victims(view, budget)
+        return EvictionPlan(tuple(sorted(pages.tolist())))
+
+    def victims(self, view: PageView, budget: PageBudget) -> tuple[np.ndarray, np.ndarray]:
+        """As :meth:`plan`: the pages, first to go first, and their ranks (float64, inf = not judged yet)."""
         num_victims = budget.excess_pages(len(view.pages))
         if num_victims == 0 or not self.evicts:
-            return EvictionPlan()
+            return np.empty(0, dtype=np.int32), np.empty(0)
         candidates = np.flatnonzero(evictable(view, budget))
         rank = np.nan_to_num(self.rank(view)[candidates], nan=np.inf)
         # A stable sort over ascending pages breaks ties towards the oldest.
-        victims = candidates[np.argsort(rank, kind="stable")[:num_victims]]
-        return EvictionPlan(tuple(sorted(int(page) for page in view.pages[victims])))
+        order = np.argsort(rank, kind="stable")[:num_victims]
+        return view.pages[candidates[order]], rank[order]
 
 
 def evictable(view: PageView, budget: PageBudget) -> np.ndarray:
@@ -52,4 +57,7 @@ def evictable(view: PageView, budget: PageBudget) -> np.ndarray:
     newest_page = (view.num_tokens - 1) // budget.page_tokens
     first_recent_page = newest_page - budget.recent_pages + 1
     num_processed_pages = view.num_processed_tokens // budget.page_tokens
-    return (view.pages >= budget.sink_pages) & (view.pages < first_recent_page) & (view.pages < num_processed_pages)
+    free = (view.pages >= budget.sink_pages) & (view.pages < first_recent_page) & (view.pages < num_processed_pages)
+    if budget.pinned_pages:
+        free &= ~np.isin(view.pages, budget.pinned_pages)
+    return free

@@ -20,4 +20,5 @@ class Streaming(EvictionPolicy):
     """
 
     def rank(self, view: PageView) -> np.ndarray:
-        return view.pages.astype(np.float64)
+        # Counted back from the newest page, so that the oldest of several requests can be told.
+        return (view.pages - view.pages.max(initial=0)).astype(np.float64)

@@ -141,15 +141,16 @@ class EvictionCPUAttentionImpl(CPUAttentionBackendImpl):
         )
         request = getattr(attn_metadata, "mass_request", None)
         if request is not None:
-            add_page_mass(
-                query=query,
-                key_cache=_key_half(kv_cache),
-                block_table=request.block_table,
-                observed=request.observed,
-                page_mass=request.page_mass,
-                scale=self.scale,
-                weight=request.layer_weight / self.num_heads,
-                softcap=self.logits_soft_cap,
-                layout=attn_metadata.key_layout,
-            )
+            with request.stopwatch:
+                add_page_mass(
+                    query=query,
+                    key_cache=_key_half(kv_cache),
+                    block_table=request.block_table,
+                    observed=request.observed,
+                    page_mass=request.page_mass,
+                    scale=self.scale,
+                    weight=request.layer_weight / self.num_heads,
+                    softcap=self.logits_soft_cap,
+                    layout=attn_metadata.key_layout,
+                )
         return output
