@@ -8,13 +8,13 @@ ARGS ?=
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-all lint format bench model setup lock clean distclean
+.PHONY: help serve demo test test-all lint format bench bench-overhead bench-scheduler model setup lock clean distclean
 
 BIN := .venv/bin
 export PYTHON DEVICE
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 	@echo
 	@echo "Variables of serve: MODEL (default: the embedded one), POLICY (h2o), BUDGET (tokens), PORT (8000),"
 	@echo "ARGS (further options of vllm serve). Of every target: PYTHON (a Python 3.11), DEVICE (cpu or gpu)."
@@ -40,8 +40,14 @@ format: setup-dev ## Rewrite the files in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## Measure what eviction costs
+bench: setup-dev model ## Measure throughput under batching (ARGS=--quick: in under 20 minutes)
+	@exec $(BIN)/vllm-evict bench throughput $(ARGS)
+
+bench-overhead: setup model ## Measure what eviction costs a decode step
 	@exec $(BIN)/vllm-evict bench overhead $(ARGS)
+
+bench-scheduler: setup model ## Measure what eviction costs the scheduler, without a model
+	@exec $(BIN)/vllm-evict bench scheduler $(ARGS)
 
 model: setup ## Prepare the embedded model and print its folder
 	@$(BIN)/vllm-evict model

@@ -6,6 +6,7 @@ import importlib
 # name: (module, help)
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "throughput": ("vllm_evict.bench.throughput", "tokens/s under batching, by policy and pool size"),
+    "scheduler": ("vllm_evict.bench.scheduler", "what eviction adds to a scheduler step, without a model"),
     "overhead": ("vllm_evict.bench.overhead", "decode speed of h2o, streaming and no eviction, side by side"),
 }
 

@@ -24,6 +24,7 @@ class Scenario:
         full_requests: how many requests without eviction the pool holds.
         requests: requests per run.
         concurrency: requests the client keeps open.
+        rounds: runs of each policy, interleaved.
         prefix_tokens: see `input_tokens`.
 
     """
@@ -35,6 +36,7 @@ class Scenario:
     full_requests: float
     requests: int
     concurrency: int
+    rounds: int
     prefix_tokens: int = 0
 
     @property
@@ -102,33 +104,40 @@ class ScenarioResult:
         return [value(m) for m in self.runs(policy)]
 
     def ratio(self, policy: str) -> float:
-        """Output tokens/s over those of no eviction: median over rounds, each compared with its neighbour in time."""
-        pairs = zip(self.runs(policy), self.runs("off"), strict=True)
-        return statistics.median(ours.output_tokens_per_second / off.output_tokens_per_second for ours, off in pairs)
+        """Output tokens/s over those of no eviction."""
+        ours, off = (self.values(name, lambda m: m.output_tokens_per_second) for name in (policy, "off"))
+        return paired_ratio(ours, off)
 
 
-def quick_scenarios(requests: int) -> list[Scenario]:
+def quick_scenarios(requests: int, rounds: int) -> list[Scenario]:
     """The H2O paper's 20 % budget in a short and in a roomy pool, and a load where h2o has a choice."""
     few = max(requests // 2, 1)
     return [
-        Scenario("short_pool", 128, 512, 128, 4, requests, requests),
-        Scenario("roomy", 128, 512, 128, requests, requests, requests),
-        Scenario("choosing", 256, 768, 256, 4, few, few),
+        Scenario("short_pool", 128, 512, 128, 4, requests, requests, rounds),
+        Scenario("roomy", 128, 512, 128, requests, requests, requests, rounds),
+        Scenario("choosing", 256, 768, 256, 4, few, few, (rounds + 1) // 2),
     ]
 
 
-def full_scenarios(requests: int) -> list[Scenario]:
+def full_scenarios(requests: int, rounds: int) -> list[Scenario]:
     """The quick ones, pool sizes down to 15 % of need, fewer open requests, and other shapes of work."""
     pools = [
-        Scenario(f"pool_{share}%", 128, 512, 128, requests * share / 100, requests, requests) for share in (15, 33, 60)
+        Scenario(f"pool_{share}", 128, 512, 128, requests * share / 100, requests, requests, rounds)
+        for share in (15, 33, 60)
     ]
+    few = max(requests // 6, 1)
     shapes = [
-        Scenario("few_open", 128, 512, 128, 4, requests // 2, max(requests // 6, 1)),
-        Scenario("long_prompt", 1024, 64, 256, 4, requests, requests),
-        Scenario("mixed", 512, 256, 256, 4, requests, requests),
-        Scenario("shared_prefix", 512, 256, 256, 4, requests, requests, prefix_tokens=448),
+        Scenario("few_open", 128, 512, 128, 4, 2 * few, few, rounds),
+        Scenario("long_prompt", 1024, 64, 256, 4, requests, requests, rounds),
+        Scenario("mixed", 512, 256, 256, 4, requests, requests, rounds),
+        Scenario("shared_prefix", 512, 256, 256, 4, requests, requests, rounds, prefix_tokens=448),
     ]
-    return quick_scenarios(requests) + pools + shapes
+    return quick_scenarios(requests, rounds) + pools + shapes
+
+
+def paired_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
+    """Median over rounds of ours / others: each is compared with its neighbour in time, so a drift cancels out."""
+    return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model = args.model or str(embedded_model())
     rounds = args.rounds or (2 if args.quick else 3)
-    scenarios = {s.name: s for s in (quick_scenarios if args.quick else full_scenarios)(args.requests)}
+    scenarios = {s.name: s for s in (quick_scenarios if args.quick else full_scenarios)(args.requests, rounds)}
     parts = _chosen_parts([*scenarios, CONTEXT], args.only)
     args.output.mkdir(parents=True, exist_ok=True)
     # `finally` must stop the servers, which a paused one does not do by itself.
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         if part == CONTEXT:
             result = context.measure(model, args.dtype, facts, context.QUICK if args.quick else context.FULL)
         else:
-            result = _run_scenario(scenarios[part], args, model, rounds, facts)
+            result = _run_scenario(scenarios[part], args.dtype, model, facts)
         write_json(args.output / f"{part}.json", result)
         _say(f"{part}: {time.monotonic() - start:.0f} s")
     print(throughput_report(args.output))
@@ -89,24 +89,23 @@ def _say(line: str) -> None:
 # ---- one scenario ----------------------------------------------------------------
 
 
-def _run_scenario(
-    scenario: Scenario, args: argparse.Namespace, model: str, rounds: int, facts: dict[str, str]
-) -> ScenarioResult:
+def _run_scenario(scenario: Scenario, dtype: str, model: str, facts: dict[str, str]) -> ScenarioResult:
     _say(f"{scenario.name}: {scenario.usable_pages} usable pages, starting servers ...")
     measurements: list[Measurement] = []
     servers: dict[str, ServerProcess] = {}
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "h2o.jsonl"
         try:
-            # One after the other: starting all at once takes longer.
             for policy in POLICIES:
-                options = _options(scenario, policy, args.dtype, model, trace)
-                server = servers[policy] = ServerProcess(model, options, Path(folder) / f"{policy}.log")
+                options = _options(scenario, policy, dtype, model, trace)
+                servers[policy] = ServerProcess(model, options, Path(folder) / f"{policy}.log")
+            for server in servers.values():
                 server.wait_ready()
+            for server in servers.values():
                 client.warm_up(server.url, scenario, model)
                 server.pause()
             trace.write_text("")  # of the warm-up
-            for number in range(1, rounds + 1):
+            for number in range(1, scenario.rounds + 1):
                 for policy, server in servers.items():
                     server.resume()
                     measured = client.measure(server.url, scenario, model, policy, number)
