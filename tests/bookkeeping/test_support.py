@@ -15,6 +15,7 @@ from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError
 from vllm_evict.engine.configure import config_of, enable, requested_config
 from vllm_evict.engine.plugin import register
 from vllm_evict.engine.support import REFUSALS, TESTED_VLLM, check_supported, check_vllm_version
+from vllm_evict.policies import POLICIES
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 H2O = EvictionConfig(policy="h2o")
@@ -35,6 +36,9 @@ QUIET = {
     "model_config.uses_mrope": False,
     "model_config.uses_alibi": False,
     "model_config.rswa_window": None,
+    "model_config.is_mm_prefix_lm": False,
+    "model_config.max_model_len": 64,
+    "model_config.get_and_verify_max_len": lambda length=None: 64,
     "model_config.hf_text_config": SimpleNamespace(),
     "model_config.get_sliding_window": lambda: None,
     "scheduler_config.disable_hybrid_kv_cache_manager": False,
@@ -62,6 +66,8 @@ TRIGGERS = [
     ("ALiBi", {"model_config.uses_alibi": True}),
     ("R-SWA", {"model_config.rswa_window": 128}),
     ("chunked local", {"model_config.hf_text_config": SimpleNamespace(attention_chunk_size=8192)}),
+    ("ahead within images", {"model_config.is_mm_prefix_lm": True}),
+    ("longer than the model", {"model_config.max_model_len": 65}),
     (
         "sliding-window layers",
         {
@@ -97,6 +103,12 @@ HARMLESS = [
     {"cache_config.cache_dtype": "bfloat16"},
     {"scheduler_config.disable_hybrid_kv_cache_manager": None},
 ]
+
+
+@pytest.fixture(autouse=True)
+def any_length(monkeypatch):
+    """Without this variable vLLM itself refuses a length beyond the model's, and we do not ask."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
 
 
 def fake(changes=()):
@@ -136,12 +148,15 @@ def test_what_the_fakes_imitate_is_there_and_quiet(stock_config, path):
     for name in path.split("."):
         value = getattr(value, name)
     quiet = QUIET[path]
-    assert value == quiet or path.endswith("hf_text_config") or (callable(value) and value() == quiet())
+    if callable(value):
+        assert path.endswith("get_and_verify_max_len") or value() == quiet()
+    else:
+        assert value == quiet or path.endswith("hf_text_config")
 
 
 def test_a_plain_config_is_not_refused(stock_config):
     for config in (fake(), stock_config):
-        for policy in ("h2o", "streaming", "random", "keep-all"):
+        for policy in POLICIES:
             check_supported(config, EvictionConfig(policy=policy))
 
 
@@ -167,7 +182,7 @@ def test_alone_it_triggers_no_other_refusal(word, changes):
     assert applying == [refusal_of(word).feature]
 
 
-@pytest.mark.parametrize("policy", ["streaming", "random", "keep-all"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "h2o"])
 @pytest.mark.parametrize(("word", "changes"), TRIGGERS, ids=[word for word, _ in TRIGGERS])
 def test_which_policies_are_refused(policy, word, changes):
     """All of them, unless the refusal names its policies."""
@@ -177,6 +192,10 @@ def test_which_policies_are_refused(policy, word, changes):
     else:
         with pytest.raises(EvictionConfigError, match=f"--kv-eviction {policy} does not work with"):
             check_supported(fake(changes), EvictionConfig(policy=policy))
+
+
+def test_what_each_rank_sees_a_part_of_is_refused_on_several():
+    assert set(refusal_of("tensor").policies) == {"h2o", "keydiff", "h2o-keydiff"}
 
 
 # ---- versions (C49) ----
@@ -241,7 +260,7 @@ def test_policy_none_is_vllm_s_own(engine_args, settings):
     assert config.cache_config.block_size == 128
 
 
-@pytest.mark.parametrize("policy", ["h2o", "streaming", "random", "keep-all"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_with_the_flag_scheduler_and_worker_are_ours_and_pages_have_32_tokens(engine_args, policy):
     config = engine_args({"policy": policy, "budget": 128}).create_engine_config()
     assert config.scheduler_config.scheduler_cls == "vllm_evict.engine.scheduler.EvictionScheduler"

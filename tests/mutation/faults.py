@@ -16,7 +16,8 @@ Patch = Callable[[object, str, object], None]
 
 _FAITHFUL = "tests/engine/test_faithful.py"
 STREAMING = (_FAITHFUL, "streaming and two-pages and not no-prefix")
-H2O = (_FAITHFUL, "h2o and not exact and two-pages and not no-prefix")
+H2O = (_FAITHFUL, "h2o and not exact and not keydiff and two-pages and not no-prefix")
+KEYDIFF = (_FAITHFUL, "keydiff and not h2o and two-pages and not no-prefix")
 H2O_EXACT = (_FAITHFUL, "h2o-exact and two-pages and not no-prefix")
 PLANTED = ("tests/engine/test_plant.py", "keeps_the_page_with_heavy and all")
 PAPER = ("tests/engine/test_plant.py", "papers_score and MQA")
@@ -203,6 +204,30 @@ def _lowest_kept(patch: Patch) -> None:
     patch(H2O, "rank", lambda self, view: -view.signals["attention"])
 
 
+def _keys_of_the_next_page(patch: Patch) -> None:
+    from vllm_evict.engine.runtime import EvictionRuntime
+
+    read_keys = EvictionRuntime._read_keys
+
+    def shifted(self, request_ids):
+        return {request_id: np.roll(keys, 1) for request_id, keys in read_keys(self, request_ids).items()}
+
+    patch(EvictionRuntime, "_read_keys", shifted)
+
+
+def _keys_of_one_layer(patch: Patch) -> None:
+    from vllm_evict.engine.attention.cpu import EvictionCPUMetadataBuilder
+
+    add_key_difference = EvictionCPUMetadataBuilder.add_key_difference
+
+    def first_only(self, *, layer_weight, **arguments):
+        names, self.layer_names = self.layer_names, self.layer_names[:1]
+        add_key_difference(self, layer_weight=layer_weight * len(names), **arguments)
+        self.layer_names = names
+
+    patch(EvictionCPUMetadataBuilder, "add_key_difference", first_only)
+
+
 def _query_sees_the_future(patch: Patch) -> None:
     from vllm_evict.engine.runtime import EvictionRuntime
 
@@ -323,6 +348,8 @@ FAULTS = (
         _query_sees_the_future,
         (H2O_EXACT, PAPER),
     ),
+    Fault("keys of the next page", "key differences are booked on the page after", _keys_of_the_next_page, (KEYDIFF,)),
+    Fault("keys of one layer", "only the first layer's keys are looked at", _keys_of_one_layer, (KEYDIFF,)),
     Fault("hit pages pinned", "a long prefix hit is held whole", _hit_pages_pinned, (PREFIX,)),
     Fault("trace silent on a hit", "holes in a prefix hit are not traced", _holes_forgotten_on_a_hit, (PREFIX,)),
     Fault("trace comes late", "an eviction is traced one token late", _trace_comes_late, (STREAMING,)),

@@ -179,7 +179,7 @@ def test_a_floor_that_does_not_fit(settings, words):
 
 @pytest.mark.parametrize(
     ("policy", "enabled", "bounded"),
-    [("none", False, False), ("keep-all", True, False)] + [(p, True, True) for p in ("streaming", "h2o", "random")],
+    [("none", False, False), ("keep-all", True, False)] + [(p, True, True) for p in POLICIES if p != "keep-all"],
 )
 def test_enabled_and_bounded(policy, enabled, bounded):
     assert (config(policy=policy).enabled, config(policy=policy).bounded) == (enabled, bounded)
@@ -194,6 +194,8 @@ def test_default_is_off():
     [
         ("h2o", {}, 1024),  # half of 2048
         ("h2o", {"budget": 1000}, 500),
+        ("keydiff", {"budget": 1000}, 500),
+        ("h2o-keydiff", {"budget": 1000}, 500),
         ("random", {"budget": 1000}, 500),
         ("streaming", {"budget": 1000}, 996),  # all but the 4 sinks
         ("streaming", {"budget": 1000, "sink": 0}, 1000),

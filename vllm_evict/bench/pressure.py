@@ -79,4 +79,4 @@ def _options(scenario: Scenario, model: str, dtype: str) -> list[str]:
     options = ["--dtype", dtype, "--enforce-eager", "--served-model-name", "bench", "--seed", "0"]
     options += ["--block-size", str(PAGE_TOKENS), "--kv-cache-memory-bytes", str(kv_bytes)]
     options += ["--max-model-len", str(scenario.input_tokens + scenario.output_tokens + PAGE_TOKENS)]
-    return options + ["--max-num-batched-tokens", "512", "--max-num-seqs", str(scenario.concurrency)]
+    return [*options, "--max-num-batched-tokens", "512", "--max-num-seqs", str(scenario.concurrency)]

@@ -31,7 +31,7 @@ def check_pool(spec: EvictingAttentionSpec, num_blocks: int, block_bytes: int) -
         least = spec.max_pages + 1
         raise EvictionConfigError(
             f"the KV cache has {max(usable_pages, 0)} usable pages of {spec.block_size} tokens, and one request may "
-            f"hold {spec.max_pages} (budget or floor {spec.budget_tokens} tokens, {spec.max_in_flight_tokens} tokens in "
+            f"hold {spec.max_pages} (budget or floor {spec.budget_tokens} tokens, and {spec.max_in_flight_tokens} in "
             f"flight). Give the KV cache {least} pages (--kv-cache-memory-bytes {least * block_bytes}), or lower "
             f"{flag_name('budget')} (or {flag_name('floor')}) or --max-num-batched-tokens."
         )
