@@ -8,6 +8,7 @@ its length stays logical and everything else in vLLM goes on counting tokens.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class EvictingBlockManager(FullAttentionManager):
             views[request_id] = view = self._view_now(request_id)
             victims, ranks = pages.eviction.policy.victims(view, pages.eviction.floor)
             offers += [(rank, request_id, page) for rank, page in zip(ranks, victims.tolist(), strict=True)]
-        offers.sort(key=lambda offer: offer[0])
+        offers.sort(key=lambda offer: math.inf if math.isnan(offer[0]) else offer[0])
         num_missing = num_pages - self.block_pool.get_num_free_blocks()
         taken = defaultdict(list)
         for _, request_id, page in offers:
@@ -227,9 +228,10 @@ class EvictingBlockManager(FullAttentionManager):
         signals = {signal: np.full(len(resident), np.nan) for signal in pages.eviction.signals}
         if signals and pages.scores is not None:
             # The report may be older than the last eviction: match by page.
-            _, at, where = np.intersect1d(resident, pages.scores.pages, assume_unique=True, return_indices=True)
+            at = resident.searchsorted(pages.scores.pages)
+            known = resident.take(at, mode="clip") == pages.scores.pages
             for signal, values in signals.items():
-                values[at] = pages.scores.signals[signal][where]
+                values[at[known]] = pages.scores.signals[signal][known]
         return PageView(resident, num_tokens, num_processed_tokens, signals)
 
     def _evict(self, request: Request, view: PageView, plan: EvictionPlan, reason: str) -> None:
@@ -246,8 +248,8 @@ class EvictingBlockManager(FullAttentionManager):
     def _record_holes(self, request: Request, view: PageView, plan: EvictionPlan, reason: str, num_freed: int) -> None:
         """Book ``plan`` on the request's state, wherever the blocks went."""
         pages = self._pages[request.request_id]
-        evicted = set(plan.pages)
-        pages.resident = [page for page in pages.resident if page not in evicted]
+        for page in plan.pages:
+            pages.resident.remove(page)
         if pages.exact_tokens is None:
             pages.exact_tokens = view.num_tokens
         self._note_size(request.request_id, pages)
@@ -283,7 +285,8 @@ class EvictingBlockManager(FullAttentionManager):
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        self._grow(request_id)
+        if new_blocks:  # in most steps of a decoding request there are none
+            self._grow(request_id)
         return new_blocks
 
     def get_num_blocks_to_allocate(
@@ -298,6 +301,9 @@ class EvictingBlockManager(FullAttentionManager):
         prefill_end: int = 0,
     ) -> int:
         """As vLLM's; of a prefix hit only the pages that will be kept count (and are pinned)."""
+        if request_id in self.num_cached_block and not apply_admission_cap:
+            # As vLLM's for a running request, which is asked in every step and has no prefix hit.
+            return max(pages_for(num_tokens, self.block_size) - len(self.req_to_blocks[request_id]), 0)
         if apply_admission_cap:
             spec = self.kv_cache_spec
             self.max_admission_blocks_per_request = self._eviction_of(request_id).most_pages(

@@ -41,14 +41,14 @@ class EvictionPolicy(ABC):
         return EvictionPlan(tuple(sorted(pages.tolist())))
 
     def victims(self, view: PageView, budget: PageBudget) -> tuple[np.ndarray, np.ndarray]:
-        """As :meth:`plan`: the pages, first to go first, and their ranks (float64, inf = not judged yet)."""
+        """As :meth:`plan`: the pages, first to go first, and their ranks (float64, NaN = not judged yet)."""
         num_victims = budget.excess_pages(len(view.pages))
         if num_victims == 0 or not self.evicts:
             return np.empty(0, dtype=np.int32), np.empty(0)
-        candidates = np.flatnonzero(evictable(view, budget))
-        rank = np.nan_to_num(self.rank(view)[candidates], nan=np.inf)
-        # A stable sort over ascending pages breaks ties towards the oldest.
-        order = np.argsort(rank, kind="stable")[:num_victims]
+        candidates = evictable(view, budget).nonzero()[0]
+        rank = self.rank(view)[candidates]
+        # A stable sort over ascending pages breaks ties towards the oldest, and NaN comes last.
+        order = rank.argsort(kind="stable")[:num_victims]
         return view.pages[candidates[order]], rank[order]
 
 
@@ -57,7 +57,7 @@ def evictable(view: PageView, budget: PageBudget) -> np.ndarray:
     newest_page = (view.num_tokens - 1) // budget.page_tokens
     first_recent_page = newest_page - budget.recent_pages + 1
     num_processed_pages = view.num_processed_tokens // budget.page_tokens
-    free = (view.pages >= budget.sink_pages) & (view.pages < first_recent_page) & (view.pages < num_processed_pages)
+    free = (view.pages >= budget.sink_pages) & (view.pages < min(first_recent_page, num_processed_pages))
     if budget.pinned_pages:
         free &= ~np.isin(view.pages, budget.pinned_pages)
     return free
