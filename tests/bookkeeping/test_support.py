@@ -47,7 +47,7 @@ QUIET = {
     "cache_config.kv_sharing_fast_prefill": False,
     "parallel_config.decode_context_parallel_size": 1,
     "parallel_config.prefill_context_parallel_size": 1,
-    "parallel_config.world_size": 1,
+    "parallel_config.pipeline_parallel_size": 1,
     "parallel_config.use_ubatching": False,
 }
 
@@ -87,7 +87,7 @@ TRIGGERS = [
     ("KV cache events", {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}),
     ("context parallelism", {"parallel_config.decode_context_parallel_size": 2}),
     ("context parallelism", {"parallel_config.prefill_context_parallel_size": 2}),
-    ("tensor or pipeline", {"parallel_config.world_size": 2}),
+    ("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}),
     ("micro-batching", {"parallel_config.use_ubatching": True}),
     ("fast prefill", {"cache_config.kv_sharing_fast_prefill": True}),
     ("scheduler of your own", {"scheduler_config.scheduler_cls": "my.Scheduler"}),
@@ -314,7 +314,7 @@ def test_a_worker_we_do_not_know_is_refused_by_name(stock_config):
         ({"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}, "KV cache events"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler of your own"),
-        ({"tensor_parallel_size": 2}, "tensor or pipeline"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"runner": "pooling"}, "pooling"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

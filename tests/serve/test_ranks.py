@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.models.plant import HEAVY, NUM_NEUTRAL_TOKENS, plant
 from tests.models.tiny import VOCAB_TOKENS, tiny
 from tests.serve.server import Server
 
@@ -76,13 +77,30 @@ def alone(model, tmp_path_factory):
     return get
 
 
-def test_streaming_on_two_tensor_parallel_ranks(model, alone, tmp_path):
-    options = ("--tensor-parallel-size", "2")
-    with serving(model, tmp_path, "streaming", *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+TWO_RANKS = ("--tensor-parallel-size", "2")
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "h2o-keydiff"])
+def test_two_tensor_parallel_ranks_decide_as_one(model, alone, tmp_path, policy):
+    with serving(model, tmp_path, policy, *TWO_RANKS, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
         assert "world_size=2 rank=1" in server.log
         found = answers(server)
-    assert found == alone("streaming")
+    assert found == alone(policy)
     assert [bool(lines) for _, lines in found.values()] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("kv_head", [0, 1])
+def test_a_heavy_hitter_that_one_rank_sees(tmp_path, kv_head):
+    """KV head 1 lives on rank 1, which tells nobody but through the sum over ranks."""
+    heavy_page, num_tokens = 2, 9 * P
+    prompt = torch.randint(0, NUM_NEUTRAL_TOKENS, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt[heavy_page * P + 11] = HEAVY
+    model = plant(tmp_path / "plant", kv_heads=(kv_head,))
+    with serving(model, tmp_path, "h2o", *TWO_RANKS, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+        answer = server.complete(prompt, P, extra_body={"ignore_eos": True})
+        ((_, lines),) = server.trace(answer).items()
+    assert lines and not any(heavy_page in line.pages for line in lines)
+    assert all(heavy_page in line.resident for line in lines if line.num_computed_tokens > (heavy_page + 1) * P)
 
 
 def test_two_api_servers(model, alone, tmp_path):

@@ -181,7 +181,7 @@ def test_every_fault_is_named_at_once(results):
     named = faults(results["many faults"])
     assert status == 1 and len(named) == 3
     for words, fault in zip(
-        ("quantised KV cache", "tensor or pipeline", "--kv-eviction-budget 2048"), named, strict=True
+        ("quantised KV cache", "pipeline parallelism", "--kv-eviction-budget 2048"), named, strict=True
     ):
         assert words in fault
 

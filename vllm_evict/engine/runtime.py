@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,6 +100,9 @@ class KeyReader(Protocol):
 class EvictionRuntime:
     """One per worker.
 
+    Every tensor-parallel rank sees the same steps and a part of the heads, so what each has measured
+    is brought together by ``mean_over_ranks`` before anybody decides: once a step for all requests.
+
     Between ``begin_step`` and ``end_step`` the metadata builders ask ``batch_rows``
     for resident pages and ``mass_request`` for what to observe; outside of a step
     (profiling, warm-up) both answer None and vLLM's own metadata stands. Keys are
@@ -107,8 +110,16 @@ class EvictionRuntime:
     the scheduler wants: what a page's keys say does not depend on when it is asked.
     """
 
-    def __init__(self, config: EvictionConfig, group_id: int, page_tokens: int, num_layers: int) -> None:
+    def __init__(
+        self,
+        config: EvictionConfig,
+        group_id: int,
+        page_tokens: int,
+        num_layers: int,
+        mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self._config = config
+        self._mean_over_ranks = mean_over_ranks
         self._layer_weight = 1 / num_layers
         self._page_tokens = page_tokens
         signals = config.make_policy().signals
@@ -243,17 +254,20 @@ class EvictionRuntime:
                 key_difference=key_difference,
                 layer_weight=self._layer_weight,
             )
-        differences = key_difference.numpy().astype(np.float64)
+        differences = self._reduced(key_difference).numpy().astype(np.float64)
         return {
             request_id: differences[row, : len(request.pages)]
             for row, (request_id, request) in enumerate(requests.items())
         }
 
+    def _reduced(self, measured: torch.Tensor) -> torch.Tensor:
+        return measured if self._mean_over_ranks is None else self._mean_over_ranks(measured)
+
     def _fold(self) -> None:
         """Add the step's page masses to the requests they belong to."""
         if self._mass is None:
             return
-        page_mass = self._mass.page_mass.numpy()
+        page_mass = self._reduced(self._mass.page_mass).numpy()
         start = 0
         for request_id, positions in self._mass_spans:
             request = self.table[request_id]

@@ -143,10 +143,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "set both sizes to 1",
     ),
     Refusal(
-        "tensor or pipeline parallelism",
-        lambda c: c.parallel_config.world_size > 1,
-        "each rank would see the attention and the keys of its own heads or layers only",
-        "use one worker per engine, or --kv-eviction streaming",
+        "pipeline parallelism (--pipeline-parallel-size)",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "each stage sees the attention and the keys of its own layers only",
+        "use --tensor-parallel-size, or --kv-eviction streaming",
         policies=tuple(name for name, policy in POLICIES.items() if policy.signals),
     ),
     Refusal(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -19,6 +21,12 @@ from vllm_evict.engine.spec import EvictingAttentionSpec
 _BACKENDS = {
     AttentionBackendEnum.CPU_ATTN: "vllm_evict.engine.attention.cpu.EvictionCPUAttentionBackend",
 }
+
+
+def _mean_over_ranks(measured: torch.Tensor) -> torch.Tensor:
+    """Every rank holds equally many heads, so the mean of ranks is the mean of heads."""
+    group = get_tp_group()
+    return group.all_reduce(measured).div_(group.world_size)
 
 
 class EvictionWorkerMixin:
@@ -58,6 +66,7 @@ class EvictionWorkerMixin:
             group_id,
             page_tokens=group.kv_cache_spec.block_size,
             num_layers=len(group.layer_names),
+            mean_over_ranks=_mean_over_ranks if get_tp_group().world_size > 1 else None,
         )
         for attention_group in self.model_runner.attn_groups[group_id]:
             for builder in attention_group.metadata_builders:
