@@ -7,6 +7,7 @@ import importlib
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "throughput": ("vllm_evict.bench.throughput", "tokens/s under batching, by policy and pool size"),
     "scheduler": ("vllm_evict.bench.scheduler", "what eviction adds to a scheduler step, without a model"),
+    "quality": ("vllm_evict.bench.quality.command", "how good answers stay: plain text, recall of what was seen once"),
     "overhead": ("vllm_evict.bench.overhead", "decode speed of h2o, streaming and no eviction, side by side"),
 }
 
