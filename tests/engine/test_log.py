@@ -52,6 +52,8 @@ def test_trace_is_complete_while_the_engine_runs(engine):
         (line,) = [json.loads(text) for text in Path(served.eviction["trace"]).read_text().splitlines()][-1:]
         assert line["request"] == served.request_id("a")
         assert line["reason"] == "budget" and line["num_computed_tokens"] == 6 * P
-        assert len(line["resident"]) - len(line["pages"]) == 3 and len(line["scores"]) == len(line["resident"])
+        assert len(line["resident"]) - len(line["pages"]) == 3 and len(line["scores"]["attention"]) == len(
+            line["resident"]
+        )
         served.abort("a")
         served.step()

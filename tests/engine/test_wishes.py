@@ -8,26 +8,26 @@ from tests.engine import checks
 from tests.engine.harness import PAGE_TOKENS as P
 from tests.engine.harness import random_prompt
 
+# Those that hold whatever each request's budget is.
+NOT_BY_BUDGET = (checks.logits, checks.greedy_tokens, checks.positions, checks.pool, checks.slots, checks.attended)
+
 
 def test_a_request_that_can_never_fit_is_refused_at_once(engine):
     """40 usable pages. Without eviction a request of 50 pages would preempt itself for ever."""
-    from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    eviction = {"policy": "streaming", "budget": 4 * P, "overrides": "any"}
-    with engine(eviction=eviction, num_pages=41) as served:
-        sampling = SamplingParams(max_tokens=20 * P, detokenize=False, extra_args={"kv_eviction": "none"})
+    none = {"extra_args": {"kv_eviction": "none"}}
+    with engine(eviction={"policy": "streaming", "budget": 4 * P, "overrides": "any"}, num_pages=41) as served:
+        served.begin()
         with pytest.raises(VLLMValidationError, match=r"take 50 pages at once .* has 40 of 32 tokens"):
-            served.llm.generate([{"prompt_token_ids": random_prompt(30 * P, seed=1)}], sampling, use_tqdm=False)
-        sampling.max_tokens = 10 * P  # 40 pages
-        (output,) = served.llm.generate([{"prompt_token_ids": random_prompt(30 * P, seed=1)}], sampling, use_tqdm=False)
-        assert output.kv_transfer_params["kv_eviction"] == {
-            "policy": "none",
-            "evicted_tokens": 0,
-            "resident_tokens": 30 * P + len(output.outputs[0].token_ids) - 1,
-        }
-        run = served.run({"usual": random_prompt(30 * P, seed=2)}, max_tokens=P)
-    for check in checks.ALWAYS:
+            served.add("never", random_prompt(30 * P, seed=1), max_tokens=20 * P, sampling=none)
+        served.add("just", random_prompt(38 * P, seed=1), max_tokens=2 * P, sampling=none)
+        served.add("usual", random_prompt(30 * P, seed=2), max_tokens=P)
+        while served.busy:
+            served.step()
+        run = served.end()
+    assert not run.lines("just") and run.lines("usual")
+    for check in NOT_BY_BUDGET:
         check(run)
 
 
@@ -41,11 +41,8 @@ def test_under_pressure_answers_are_those_of_the_mask(engine, policy):
         alone = served.run({"alone": random_prompt(5 * P, seed=9)}, max_tokens=6 * P)
     assert {line.reason for name in prompts for line in run.lines(name)} == {"pressure"}
     assert not any(step.preempted for step in run.steps)
-    checks.logits(run)
-    checks.greedy_tokens(run)
-    checks.pool(run)
-    checks.slots(run)
-    checks.attended(run)
+    for check in NOT_BY_BUDGET:
+        check(run)
     assert not alone.lines("alone")
 
 
