@@ -7,12 +7,9 @@ import importlib
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "throughput": ("vllm_evict.bench.throughput", "tokens/s under batching, by policy and pool size"),
     "scheduler": ("vllm_evict.bench.scheduler", "what eviction adds to a scheduler step, without a model"),
-<<<<<<< HEAD
+    "quality": ("vllm_evict.bench.quality.command", "how good answers stay: plain text, recall of what was seen once"),
     "pressure": ("vllm_evict.bench.pressure", "a pool for 60 % of the load: a floor against preemption"),
     "soak": ("vllm_evict.bench.soak", "memory of every server process under mixed load for a long time"),
-=======
-    "quality": ("vllm_evict.bench.quality.command", "how good answers stay: plain text, recall of what was seen once"),
->>>>>>> main
     "overhead": ("vllm_evict.bench.overhead", "decode speed of h2o, streaming and no eviction, side by side"),
 }
 
