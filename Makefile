@@ -8,7 +8,7 @@ ARGS ?=
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-all lint format bench bench-overhead bench-scheduler model setup lock clean distclean
+.PHONY: help serve demo test test-all lint format bench bench-overhead bench-scheduler bench-pressure soak model setup lock clean distclean
 
 BIN := .venv/bin
 export PYTHON DEVICE
@@ -48,6 +48,12 @@ bench-overhead: setup model ## Measure what eviction costs a decode step
 
 bench-scheduler: setup model ## Measure what eviction costs the scheduler, without a model
 	@exec $(BIN)/vllm-evict bench scheduler $(ARGS)
+
+bench-pressure: setup model ## A pool for 60 % of the load: eviction against preemption
+	@exec $(BIN)/vllm-evict bench pressure $(ARGS)
+
+soak: setup model ## Half an hour of mixed load: does any process grow? (ARGS='--minutes 5')
+	@exec $(BIN)/vllm-evict bench soak $(ARGS)
 
 model: setup ## Prepare the embedded model and print its folder
 	@$(BIN)/vllm-evict model
