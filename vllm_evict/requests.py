@@ -93,12 +93,18 @@ def request_eviction(
         changed["policy"] = _policy(config, asked[POLICY_KEY])
     if BUDGET_KEY in asked:
         changed["budget"] = _budget(config, asked[BUDGET_KEY])
+        if changed["budget"] == UNLIMITED and config.floor is None:  # then nothing of it is ever evicted
+            changed |= {"policy": "none", "budget": config.budget}
         if config.floor is not None and changed["budget"] != UNLIMITED and changed["budget"] <= config.floor:
             changed["floor"] = None
         if config.recent is not None and changed["budget"] != UNLIMITED:  # the server's window yields
             changed["recent"] = min(config.recent, max(changed["budget"] - config.sink, 0))
     pinned = _pins(asked[PIN_KEY], page_tokens, num_prompt_tokens) if PIN_KEY in asked else ()
-    return _eviction(parse_config({**config.model_dump(), **changed}), page_tokens, pinned)
+    try:
+        return _eviction(parse_config({**config.model_dump(), **changed}), page_tokens, pinned)
+    except EvictionConfigError as error:
+        # What the client can set is called otherwise than what the operator set.
+        raise EvictionConfigError(f"vllm_xargs: {error}".replace(flag_name("budget"), BUDGET_KEY)) from None
 
 
 def _eviction(config: EvictionConfig, page_tokens: int, pinned: tuple[int, ...]) -> RequestEviction:

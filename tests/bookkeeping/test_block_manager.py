@@ -149,6 +149,15 @@ def test_chunks_of_one_page_two_pages_and_the_whole_prompt(bench, policy, chunk_
     assert run.peak_pages == {4: 5, 8: 6, 64: 15}[chunk_tokens]
 
 
+def test_nothing_piles_up_where_nobody_takes_reports(bench):
+    run = bench(policy="h2o", num_blocks=40, max_model_len=400)
+    run.scheduler.page_evictor.stats.keeps_shares = False  # as with --disable-log-stats
+    run.add("a", 20, 300)
+    run.run()
+    assert run.manager.stats.num_evictions > 50
+    assert run.manager.stats.take_report(4)["evicted_mass_shares"] == []
+
+
 def test_stats_and_trace_tell_what_happened(bench, tmp_path):
     run = bench(policy="h2o", settings={"trace": str(tmp_path / "trace.jsonl")})
     run.add("a", 30, 20)

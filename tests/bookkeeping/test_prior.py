@@ -38,6 +38,30 @@ def test_without_a_report_a_hit_page_is_on_trial(bench):
     run.run()
 
 
+def test_what_is_not_known_does_not_replace_what_is(bench, monkeypatch):
+    """A reader whose queries are not distant yet reports NaN: neither its own hit nor the next reader's forgets."""
+    run = bench(policy="h2o", num_blocks=60, max_model_len=128, chunk_tokens=64, settings=ROOMY)
+    run.add("owner", TEXT, 6 * P)
+    run.run()
+
+    def blind(request_id, epoch, scores=run.scores):
+        report = scores(request_id, epoch)
+        if request_id == "reader":
+            report.signals["attention"] = np.full(len(report.pages), np.nan)
+        return report
+
+    def known():
+        return (~np.isnan(run.manager._prior.recall(run.pool.blocks, ["attention"]).signals["attention"])).sum()
+
+    before = known()
+    monkeypatch.setattr(run, "scores", blind)
+    run.add("reader", [*TEXT, 301, 302, 303], 20)
+    run.run_until(lambda: run.manager._pages["reader"].scores.epoch == 0 and run.steps[-1].update.wanted)
+    assert (~np.isnan(run.manager._pages["reader"].scores.signals["attention"])).sum() >= 8
+    run.run()
+    assert known() >= before
+
+
 @pytest.mark.parametrize("how", ["reset", "overwritten"])
 def test_a_score_goes_with_its_hash(bench, how):
     def known():

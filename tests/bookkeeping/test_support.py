@@ -26,6 +26,7 @@ QUIET = {
     "speculative_config": None,
     "kv_events_config": None,
     "use_v2_model_runner": False,
+    "additional_config": {},
     "model_config.use_mla": False,
     "model_config.is_hybrid": False,
     "model_config.has_inner_state": False,
@@ -80,6 +81,13 @@ TRIGGERS = [
         {
             "scheduler_config.disable_hybrid_kv_cache_manager": True,
             "model_config.get_sliding_window": lambda: 4096,
+        },
+    ),
+    (
+        "overrides any",
+        {
+            "additional_config": {"kv_eviction": {"overrides": "any"}},
+            "model_config.hf_text_config": SimpleNamespace(layer_types=["sliding_attention"]),
         },
     ),
     ("quantised KV cache", {"cache_config.cache_dtype": "fp8"}),
@@ -195,7 +203,7 @@ def test_which_policies_are_refused(policy, word, changes):
 
 
 def test_what_each_rank_sees_a_part_of_is_refused_on_several():
-    assert set(refusal_of("tensor").policies) == {"h2o", "keydiff", "h2o-keydiff"}
+    assert set(refusal_of("pipeline parallelism").policies) == {"h2o", "keydiff", "h2o-keydiff"}
 
 
 # ---- versions (C49) ----

@@ -45,7 +45,9 @@ def imports(path, module):
                     base = ".".join([*package[: len(package) - child.level + 1], *filter(None, [base])])
                 found.add((base, top))
                 found.update((f"{base}.{alias.name}", top) for alias in child.names)
-            visit(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            visit(child, top and not deferred and not for_types)
 
     visit(ast.parse(path.read_text(encoding="utf-8")), True)
     return found

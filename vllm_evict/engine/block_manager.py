@@ -8,9 +8,7 @@ its length stays logical and everything else in vLLM goes on counting tokens.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +20,7 @@ from vllm.v1.request import Request
 from vllm_evict.config import EvictionConfig, EvictionConfigError
 from vllm_evict.engine.log import logger
 from vllm_evict.engine.messages import EvictionUpdate, PageScores
+from vllm_evict.engine.pressure import Offers
 from vllm_evict.engine.prior import PriorScores
 from vllm_evict.engine.stats import EvictionStats
 from vllm_evict.engine.trace import EvictionTrace
@@ -75,6 +74,7 @@ class EvictingBlockManager(FullAttentionManager):
         self._over_budget: set[str] = set()
         self._over_floor: set[str] = set()
         self._new_holes: dict[str, tuple[int, ...]] = {}
+        self._offers: Offers | None = None
 
     def bind(
         self,
@@ -93,38 +93,53 @@ class EvictingBlockManager(FullAttentionManager):
     def new_step_starts(self) -> None:
         """Trim every request that is over its budget, scheduled or not."""
         super().new_step_starts()
+        self._offers = None
         for request_id in sorted(self._over_budget):
             if not self._pages[request_id].awaits_scores:
                 self._trim(self._requests[request_id])
 
-    def relieve(self, num_pages: int) -> bool:
+    def relieve(self, num_pages: int, for_priority: int | None = None) -> bool:
         """Trim requests over their floor, least valuable page first, until the pool has ``num_pages`` free.
 
-        A page that several requests hold stays: one of them giving it up frees nothing.
+        A page that several requests hold goes only if all of them can give it up.
+
+        Args:
+            num_pages: how many.
+            for_priority: priority value of who asks. Then pages of less important requests (higher values) go
+                first, and those of more important ones never. None: all are equal.
 
         Returns:
             Whether any page came free.
 
         """
-        offers, views = [], {}
-        for request_id in sorted(self._over_floor):
-            pages = self._pages[request_id]
-            views[request_id] = view = self._view_now(request_id)
-            victims, ranks = pages.eviction.policy.victims(view, pages.eviction.floor)
-            offers += [(rank, request_id, page) for rank, page in zip(ranks, victims.tolist(), strict=True)]
-        offers.sort(key=lambda offer: math.inf if math.isnan(offer[0]) else offer[0])
-        num_missing = num_pages - self.block_pool.get_num_free_blocks()
-        taken = defaultdict(list)
-        for _, request_id, page in offers:
-            if num_missing <= 0:
-                break
-            if self.req_to_blocks[request_id][page].ref_cnt == 1:
-                taken[request_id].append(page)
-                num_missing -= 1
+        if self._offers is None:
+            self._offers = Offers(self._on_offer(by_priority=for_priority is not None))
+
+        def may_give(request_id: str, page: int, block: KVCacheBlock, num_taken: int) -> bool:
+            pages, request = self._pages.get(request_id), self._requests[request_id]
+            if pages is None or self.req_to_blocks[request_id][page] is not block:
+                return False  # it was preempted in this step
+            # Pages that this step will fill are hashed already, as seeing everything that is there now.
+            fills_hashed_page = self.num_cached_block.get(request_id, 0) * self.block_size > request.num_computed_tokens
+            return (
+                not fills_hashed_page
+                and pages.eviction.floor.excess_pages(len(pages.resident)) >= num_taken
+                and (for_priority is None or request.priority >= for_priority)
+            )
+
+        taken = self._offers.take(num_pages - self.block_pool.get_num_free_blocks(), may_give)
         for request_id, victims in taken.items():
             plan = EvictionPlan(tuple(sorted(victims)))
-            self._evict(self._requests[request_id], views[request_id], plan, reason="pressure")
+            self._evict(self._requests[request_id], self._view_now(request_id), plan, reason="pressure")
         return bool(taken)
+
+    def _on_offer(self, by_priority: bool) -> Iterator[tuple[str, int, KVCacheBlock, int, float]]:
+        for request_id in sorted(self._over_floor):
+            eviction, blocks = self._pages[request_id].eviction, self.req_to_blocks[request_id]
+            importance = -self._requests[request_id].priority if by_priority else 0
+            pages, ranks = eviction.policy.ranked(self._view_now(request_id), eviction.floor)
+            for page, rank in zip(pages.tolist(), ranks.tolist(), strict=True):
+                yield request_id, page, blocks[page], importance, rank
 
     def take_update(self, restarted: Sequence[str]) -> EvictionUpdate:
         """What this step's workers must know; drains the new holes.
@@ -161,7 +176,7 @@ class EvictingBlockManager(FullAttentionManager):
         request = self._requests.get(request_id)
         if pages is None or request is None or scores.epoch != request.num_preemptions:
             return
-        pages.scores = scores
+        pages.scores = scores = scores.or_else(pages.scores)
         pages.awaits_scores = False
         self._prior.remember(scores, self.req_to_blocks[request_id])
 
@@ -187,7 +202,9 @@ class EvictingBlockManager(FullAttentionManager):
         if pages is None:
             return None
         num_evicted = (pages.num_pages - len(pages.resident)) * self.block_size
-        num_tokens = self._requests[request_id].num_computed_tokens
+        request = self._requests[request_id]
+        # The last token was sampled, not computed; a step in flight may have got ahead of a stop.
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         return {
             "policy": pages.eviction.name,
             "evicted_tokens": num_evicted,
@@ -371,12 +388,18 @@ class EvictingBlockManager(FullAttentionManager):
     def _plan_hit(self, request_id: str, hit_blocks: Sequence[KVCacheBlock], num_hit_tokens: int) -> EvictionPlan:
         """Which pages of a prefix hit not to take, as if trimmed right after computing it."""
         eviction = self._eviction_of(request_id)
-        if not eviction.budget.excess_pages(len(hit_blocks)):
+        budget = eviction.budget
+        if eviction.floor is not None:
+            # With its first chunk the hit must fit in the pool, or the request would wait for ever.
+            first_chunk_pages = pages_for(self.kv_cache_spec.max_in_flight_tokens, self.block_size) + 1
+            if len(hit_blocks) + first_chunk_pages >= len(self.block_pool.blocks):
+                budget = eviction.floor
+        if not budget.excess_pages(len(hit_blocks)):
             return EvictionPlan()
         hit = RequestPages(
             eviction, resident=list(range(len(hit_blocks))), scores=self._prior_of(request_id, hit_blocks)
         )
-        return eviction.policy.plan(self._view(hit, num_hit_tokens, num_hit_tokens), eviction.budget)
+        return eviction.policy.plan(self._view(hit, num_hit_tokens, num_hit_tokens), budget)
 
     def _prior_of(self, request_id: str, hit_blocks: Sequence[KVCacheBlock]) -> PageScores | None:
         """What earlier owners last reported of the pages of a prefix hit."""

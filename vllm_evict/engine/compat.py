@@ -20,7 +20,6 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request
 
     from vllm_evict.engine.front_end import StreamReport
@@ -121,12 +120,17 @@ def limit_prefix_cache(coordinator: KVCacheCoordinator, num_exact_tokens: Callab
     coordinator.cache_blocks = cache_blocks_up_to_limit
 
 
-def hook_requests(check: Callable[[VllmConfig, EngineCoreRequest], None]) -> None:
+def hook_requests(check: Callable[[VllmConfig, object, int], None]) -> None:
     """Have ``check`` look at every request before the engine sees it; what it raises becomes HTTP 400. Idempotent.
+
+    It is given the config, the sampling parameters and the number of prompt tokens, and may see a request twice: a
+    stream has sent its status before vLLM processes the input, so the API server's requests are looked at earlier.
 
     Through vLLM's own hook where it has one, which is what patches/request-checks.patch proposes. Remove the
     wrapping when every supported vLLM has it.
     """
+    from vllm.utils import length_from_prompt_token_ids_or_embeds
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
     if hasattr(InputProcessor, "request_checks"):
@@ -140,11 +144,23 @@ def hook_requests(check: Callable[[VllmConfig, EngineCoreRequest], None]) -> Non
     @functools.wraps(process_inputs)
     def process_and_check(self, *args, **kwargs):
         request = process_inputs(self, *args, **kwargs)
-        check(self.vllm_config, request)
+        num_tokens = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
+        check(self.vllm_config, request.sampling_params, num_tokens)
         return request
 
     setattr(process_and_check, _MARK, True)
     InputProcessor.process_inputs = process_and_check
+
+    generate = AsyncLLM.generate
+
+    @functools.wraps(generate)
+    def check_and_generate(self, prompt, sampling_params, *args, **kwargs):
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if token_ids is not None:
+            check(self.vllm_config, sampling_params, len(token_ids))
+        return generate(self, prompt, sampling_params, *args, **kwargs)
+
+    AsyncLLM.generate = check_and_generate
 
 
 def hook_stats(

@@ -46,6 +46,7 @@ def enable(vllm_config: VllmConfig) -> None:
     check_vllm_version(vllm.__version__)
     check_supported(vllm_config, config)
     config.page_budget(vllm_config.cache_config.block_size)
+    config.page_floor(vllm_config.cache_config.block_size)
     if config.trace is not None:
         check_writable(config.trace)
     if config.sink == 0:

@@ -9,8 +9,6 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
-from vllm.utils import length_from_prompt_token_ids_or_embeds
-from vllm.v1.engine import EngineCoreRequest
 
 from vllm_evict.config import CONFIG_KEY, EvictionConfigError
 from vllm_evict.engine.configure import config_of
@@ -19,19 +17,17 @@ from vllm_evict.pages import pages_for
 from vllm_evict.requests import POLICY_KEY, asks_for_something, request_eviction, server_eviction
 
 
-def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
+def check_request(vllm_config: VllmConfig, params: object, num_prompt_tokens: int) -> None:
     """Refuse a request whose wishes are wrong or not allowed, and one that the pool can never hold.
 
     Raises:
         VLLMValidationError: becomes HTTP 400.
 
     """
-    params = request.sampling_params
     config = config_of(vllm_config)
     if not isinstance(params, SamplingParams) or not config.enabled:
         return
     page_tokens = vllm_config.cache_config.block_size
-    num_prompt_tokens = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     eviction = server_eviction(config, page_tokens)
     if asks_for_something(params.extra_args):
         try:
@@ -42,8 +38,8 @@ def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     num_pool_pages = vllm_config.cache_config.num_gpu_blocks
     if num_pool_pages is None:
         return
-    # Summed over data-parallel engines; each keeps one page as the null block.
-    usable_pages = num_pool_pages // vllm_config.parallel_config.data_parallel_size - 1
+    # Each engine keeps one page as the null block.
+    usable_pages = num_pool_pages // _num_engines(vllm_config) - 1
     most_tokens = min(vllm_config.model_config.max_model_len, num_prompt_tokens + (params.max_tokens or 0))
     num_pages = eviction.most_pages(most_tokens, vllm_config.max_in_flight_tokens)
     if num_pages > usable_pages:
@@ -56,6 +52,14 @@ def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
             parameter="max_tokens",
             value=params.max_tokens,
         )
+
+
+def _num_engines(vllm_config: VllmConfig) -> int:
+    """Data-parallel engines that ``cache_config.num_gpu_blocks`` of this front end is summed over."""
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_rank_local is not None:
+        return 1
+    return parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
 
 
 class StreamReport:

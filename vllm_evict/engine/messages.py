@@ -49,6 +49,19 @@ class PageScores:
     pages: np.ndarray
     signals: dict[str, np.ndarray]
 
+    def or_else(self, other: PageScores | None) -> PageScores:
+        """These scores, and ``other``'s where nothing is known of a page."""
+        if other is None or not any(np.isnan(values).any() for values in self.signals.values()):
+            return self
+        at = other.pages.searchsorted(self.pages)
+        known = other.pages.take(at, mode="clip") == self.pages
+        signals = {}
+        for signal, values in self.signals.items():
+            before = np.full(len(values), np.nan)
+            before[known] = other.signals[signal][at[known]]
+            signals[signal] = np.where(np.isnan(values), before, values)
+        return PageScores(self.epoch, self.pages, signals)
+
 
 @dataclass(frozen=True)
 class ScoreReport:

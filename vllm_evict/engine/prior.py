@@ -24,11 +24,9 @@ class PriorScores:
         """Keep a request's report; ``blocks`` is its block list, by logical page."""
         for i, page in enumerate(scores.pages.tolist()):
             block = blocks[page]
-            if block.block_hash is not None:
-                self._scores[block.block_id] = (
-                    block.block_hash,
-                    {signal: values[i] for signal, values in scores.signals.items()},
-                )
+            known = {signal: values[i] for signal, values in scores.signals.items() if not np.isnan(values[i])}
+            if block.block_hash is not None and known:
+                self._scores[block.block_id] = (block.block_hash, known)
 
     def recall(self, blocks: Sequence[KVCacheBlock], signals: Sequence[str]) -> PageScores | None:
         """float64 ``[len(blocks)]`` per signal, NaN where nothing is known; None if nothing is of any block."""

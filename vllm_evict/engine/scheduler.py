@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -20,7 +21,6 @@ from vllm_evict.engine.log import logger
 from vllm_evict.engine.messages import attach_update, report_of
 from vllm_evict.engine.sizing import check_pool, startup_line
 from vllm_evict.engine.trace import EvictionTrace
-from vllm_evict.pages import pages_for
 
 
 class EvictionSchedulerMixin:
@@ -44,6 +44,7 @@ class EvictionSchedulerMixin:
         if config.page_floor(self.page_evictor.block_size) is not None:
             self._allocate_slots = self.kv_cache_manager.allocate_slots
             self.kv_cache_manager.allocate_slots = self._allocate_or_relieve
+        self.page_evictor.stats.keeps_shares = self.log_stats
         limit_prefix_cache(self.kv_cache_manager.coordinator, self.page_evictor.num_exact_tokens)
         logger.info(startup_line(config, self.page_evictor, num_blocks))
 
@@ -80,12 +81,25 @@ class EvictionSchedulerMixin:
         blocks = self._allocate_slots(request, num_new_tokens, *args, **kwargs)
         # Who waits to be admitted goes on waiting, as in vLLM: pages are taken only where work would be lost.
         if blocks is None and request.status == RequestStatus.RUNNING:
-            num_pages = pages_for(num_new_tokens, self.page_evictor.block_size) + 1
-            if self.page_evictor.relieve(num_pages):
+            for_priority = request.priority if self.policy == SchedulingPolicy.PRIORITY else None
+            if self.page_evictor.relieve(self._num_pages_needed(request, num_new_tokens), for_priority):
                 blocks = self._allocate_slots(request, num_new_tokens, *args, **kwargs)
                 if blocks is not None:
                     self.page_evictor.stats.preemption_saved()
         return blocks
+
+    def _num_pages_needed(self, request: Request, num_new_tokens: int) -> int:
+        """Free pages that ``allocate_slots`` asks for, of all groups, for a running request."""
+        num_tokens = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
+        return self.kv_cache_manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=num_tokens,
+            new_computed_blocks=self.kv_cache_manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=request.num_computed_tokens,
+            num_local_computed_tokens=request.num_computed_tokens,
+            num_tokens_main_model=num_tokens,
+        )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
         report = report_of(model_runner_output)

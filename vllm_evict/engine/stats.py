@@ -20,6 +20,7 @@ class EvictionStats:
         num_evictions: decisions that took any, since start.
         num_resident_pages: pages that live requests hold now.
         num_logical_pages: pages they would hold without eviction.
+        keeps_shares: False where nobody takes reports, who would keep the lists short.
 
     """
 
@@ -27,6 +28,7 @@ class EvictionStats:
     num_evictions: int = 0
     num_resident_pages: int = 0
     num_logical_pages: int = 0
+    keeps_shares: bool = True
     _evicted: Counter[tuple[str, str]] = field(default_factory=Counter)
     _mass_shares: list[float] = field(default_factory=list)
     _new: Counter[str] = field(default_factory=Counter)
@@ -38,7 +40,7 @@ class EvictionStats:
         self._evicted[policy, reason] += len(plan.pages)
         self._new["freed"] += num_freed
         mass = view.signals.get("attention")
-        if mass is not None and (total := np.nansum(mass)) > 0:
+        if mass is not None and self.keeps_shares and (total := np.nansum(mass)) > 0:
             self._mass_shares.append(float(np.nansum(mass[np.isin(view.pages, plan.pages)]) / total))
 
     def preemption_saved(self) -> None:

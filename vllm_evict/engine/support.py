@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vllm.config import VllmConfig
 
-from vllm_evict.config import EvictionConfig, EvictionConfigError, flag_name
+from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError, flag_name
 from vllm_evict.policies import POLICIES
 
 TESTED_VLLM = ("0.32",)
@@ -121,6 +121,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: bool(c.scheduler_config.disable_hybrid_kv_cache_manager) and _has_window_layers(c),
         "windowed and full layers then share pages, and a hole would shift the window",
         "drop --disable-hybrid-kv-cache-manager",
+    ),
+    Refusal(
+        "--kv-eviction-overrides any beside windows",
+        lambda c: (c.additional_config or {}).get(CONFIG_KEY, {}).get("overrides") == "any" and _has_window_layers(c),
+        "whether a request without eviction fits beside its windows is not known before it hangs",
+        "use --kv-eviction-overrides lower",
     ),
     Refusal(
         "a quantised KV cache (--kv-cache-dtype fp8 and others)",

@@ -26,7 +26,7 @@ _BACKENDS = {
 def _mean_over_ranks(measured: torch.Tensor) -> torch.Tensor:
     """Every rank holds equally many heads, so the mean of ranks is the mean of heads."""
     group = get_tp_group()
-    return group.all_reduce(measured).div_(group.world_size)
+    return group.all_reduce(measured) / group.world_size
 
 
 class EvictionWorkerMixin:

@@ -37,18 +37,18 @@ class EvictionPolicy(ABC):
         A page nobody has judged yet (NaN) goes only when no judged page is left:
         new pages are on trial before they compete.
         """
-        pages, _ = self.victims(view, budget)
-        return EvictionPlan(tuple(sorted(pages.tolist())))
-
-    def victims(self, view: PageView, budget: PageBudget) -> tuple[np.ndarray, np.ndarray]:
-        """As :meth:`plan`: the pages, first to go first, and their ranks (float64, NaN = not judged yet)."""
         num_victims = budget.excess_pages(len(view.pages))
         if num_victims == 0 or not self.evicts:
-            return np.empty(0, dtype=np.int32), np.empty(0)
+            return EvictionPlan()
+        pages, _ = self.ranked(view, budget)
+        return EvictionPlan(tuple(sorted(pages[:num_victims].tolist())))
+
+    def ranked(self, view: PageView, budget: PageBudget) -> tuple[np.ndarray, np.ndarray]:
+        """All pages that no rule protects, first to go first, and their ranks (float64, NaN = not judged yet)."""
         candidates = evictable(view, budget).nonzero()[0]
         rank = self.rank(view)[candidates]
         # A stable sort over ascending pages breaks ties towards the oldest, and NaN comes last.
-        order = rank.argsort(kind="stable")[:num_victims]
+        order = rank.argsort(kind="stable")
         return view.pages[candidates[order]], rank[order]
 
 
