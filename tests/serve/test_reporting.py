@@ -118,6 +118,15 @@ def test_a_wish_that_cannot_be_granted_is_a_400(server, text_tokens, wish, words
     assert server.complete(text_tokens[:50], 4).usage.completion_tokens == 4
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_stream_is_refused_before_it_begins(server, route):
+    ask = {"prompt": "a"} if route == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = {**ask, "max_tokens": 5, "vllm_xargs": {"kv_eviction": "none"}}
+    with server.event_stream(f"/v1/{route}", body) as answer:
+        assert answer.status == 400
+        assert "--kv-eviction-overrides lower" in answer.read().decode()
+
+
 # ---- metrics ----
 
 
