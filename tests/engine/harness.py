@@ -368,6 +368,14 @@ class Engine:
                 run.trace[self._names[request_id]] = lines
         return run
 
+    def drain(self, max_steps: int = 5_000) -> Run:
+        """Step until everybody is answered, then finish the record."""
+        for _ in range(max_steps):
+            if not self.busy:
+                return self.end()
+            self.step()
+        raise AssertionError(f"not finished after {max_steps} steps: {sorted(self.scheduler.requests)}")
+
     @property
     def busy(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()

@@ -30,7 +30,7 @@ class ContextPlan:
     budget_tokens: int = 512
 
 
-QUICK = ContextPlan((256, 1024, 4096), rounds=3)
+QUICK = ContextPlan((256, 1024, 2048), rounds=3)
 FULL = ContextPlan((256, 512, 1024, 2048, 4096, 8000), rounds=5)
 
 

@@ -111,7 +111,7 @@ class ScenarioResult:
 
 def quick_scenarios(requests: int, rounds: int) -> list[Scenario]:
     """The H2O paper's 20 % budget in a short and in a roomy pool, and a load where h2o has a choice."""
-    few = max(requests // 2, 1)
+    few = max(requests // 3, 1)
     return [
         Scenario("short_pool", 128, 512, 128, 4, requests, requests, rounds),
         Scenario("roomy", 128, 512, 128, requests, requests, requests, rounds),

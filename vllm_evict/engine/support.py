@@ -6,9 +6,11 @@ Everything not listed here is meant to work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 
 from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError, flag_name
@@ -24,7 +26,7 @@ class Refusal:
 
     Args:
         feature: its name as a user knows it.
-        applies: whether this configuration asks for it.
+        applies: whether this configuration asks for it (in ``LAYER_REFUSALS``: whether this layer has it).
         why: what would go wrong.
         instead: what to do.
         policies: policies that are refused; empty = all.
@@ -32,7 +34,7 @@ class Refusal:
     """
 
     feature: str
-    applies: Callable[[VllmConfig], bool]
+    applies: Callable[[Any], bool]
     why: str
     instead: str
     policies: tuple[str, ...] = ()
@@ -45,6 +47,12 @@ def _text_config(config: VllmConfig):
 def _has_window_layers(config: VllmConfig) -> bool:
     layer_types = getattr(_text_config(config), "layer_types", None) or ()
     return "sliding_attention" in layer_types or config.model_config.get_sliding_window() is not None
+
+
+def _longer_than_the_model(config: VllmConfig) -> bool:
+    # Without the variable vLLM itself refuses such a length.
+    model = config.model_config
+    return envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN and model.max_model_len > model.get_and_verify_max_len(None)
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -117,6 +125,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "serve this model without eviction",
     ),
     Refusal(
+        "attention that looks ahead within images (prefix-LM)",
+        lambda c: c.model_config.is_mm_prefix_lm,
+        "its mask names absolute positions, which holes would shift",
+        "serve the text alone with --language-model-only",
+    ),
+    Refusal(
+        "a --max-model-len longer than the model was made for (VLLM_ALLOW_LONG_MAX_MODEL_LEN)",
+        _longer_than_the_model,
+        "tokens keep their positions when pages go, so eviction does not stretch a model",
+        "lower --max-model-len",
+    ),
+    Refusal(
         "sliding-window layers without the hybrid KV cache manager",
         lambda c: bool(c.scheduler_config.disable_hybrid_kv_cache_manager) and _has_window_layers(c),
         "windowed and full layers then share pages, and a hole would shift the window",
@@ -181,6 +201,23 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
+LAYER_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "ALiBi in an attention layer",
+        lambda layer: getattr(layer.impl, "alibi_slopes", None) is not None,
+        "its bias is a distance between tokens, which holes would shorten",
+        "serve this model without eviction",
+    ),
+    Refusal(
+        "learned attention sinks",
+        lambda layer: getattr(layer.impl, "sinks", None) is not None,
+        "what queries give to such a sink is missing from the attention that pages are scored by",
+        "use --kv-eviction streaming",
+        policies=tuple(name for name, policy in POLICIES.items() if "attention" in policy.signals),
+    ),
+)
+"""What a model's config does not tell; seen in its full-attention layers before the first token."""
+
 
 def check_vllm_version(version: str) -> None:
     """Refuse a vLLM whose internals nobody has checked.
@@ -213,7 +250,26 @@ def check_supported(vllm_config: VllmConfig, config: EvictionConfig) -> None:
 
     """
     for refusal in refused(vllm_config, config):
-        raise EvictionConfigError(
-            f"{flag_name('policy')} {config.policy} does not work with {refusal.feature}: "
-            f"{refusal.why}. Way out: {refusal.instead}, or drop {flag_name('policy')}."
-        )
+        raise _error(refusal, config)
+
+
+def check_layers(layers: Iterable[object], config: EvictionConfig) -> None:
+    """The same of a loaded model's layers, those with a window left out: they are not evicted.
+
+    Raises:
+        EvictionConfigError: as `check_supported`.
+
+    """
+    for layer in layers:
+        if not hasattr(layer, "impl") or getattr(layer, "sliding_window", None) is not None:
+            continue
+        for refusal in LAYER_REFUSALS:
+            if (not refusal.policies or config.policy in refusal.policies) and refusal.applies(layer):
+                raise _error(refusal, config)
+
+
+def _error(refusal: Refusal, config: EvictionConfig) -> EvictionConfigError:
+    return EvictionConfigError(
+        f"{flag_name('policy')} {config.policy} does not work with {refusal.feature}: "
+        f"{refusal.why}. Way out: {refusal.instead}, or drop {flag_name('policy')}."
+    )

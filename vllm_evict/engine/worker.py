@@ -7,7 +7,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -17,6 +17,7 @@ from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.sizing import check_pool
 from vllm_evict.engine.spec import EvictingAttentionSpec
+from vllm_evict.engine.support import check_layers
 
 _BACKENDS = {
     AttentionBackendEnum.CPU_ATTN: "vllm_evict.engine.attention.cpu.EvictionCPUAttentionBackend",
@@ -37,6 +38,8 @@ class EvictionWorkerMixin:
     def load_model(self, **kwargs) -> None:
         with attention_backends(_BACKENDS, self.vllm_config):
             super().load_model(**kwargs)
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        check_layers(layers, config_of(self.vllm_config))
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         # Our backend's customize_spec() reads the settings from the current config.
@@ -57,7 +60,7 @@ class EvictionWorkerMixin:
         groups = [
             (group_id, group)
             for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
-            if isinstance(group.kv_cache_spec, EvictingAttentionSpec)
+            if isinstance(_spec_of_a_layer(group.kv_cache_spec), EvictingAttentionSpec)
         ]
         assert len(groups) == 1, "the scheduler accepts exactly one evicting group"
         group_id, group = groups[0]
@@ -86,6 +89,11 @@ class EvictionWorkerMixin:
 
     def _request_ids(self) -> list[str]:
         return self.model_runner.input_batch.req_ids
+
+
+def _spec_of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:
+    """Layers of one kind that differ in their heads come wrapped together."""
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 class EvictionCPUWorker(EvictionWorkerMixin, CPUWorker):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from vllm_evict.bench.quality.cases import Context
-    from vllm_evict.bench.quality.measure import Measured
     from vllm_evict.bench.quality.replay import Method
+    from vllm_evict.bench.quality.results import Measured
 
 BUDGET_SHARES = (0.5, 0.25)
 PAGES = (16, 32)  # tokens
@@ -70,8 +70,8 @@ def methods(budget_tokens: int, seed: int) -> list[Method]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_evict.bench.quality.measure import Measured
-    from vllm_evict.bench.quality.report import Results, write_report
+    from vllm_evict.bench.quality.report import write_report
+    from vllm_evict.bench.quality.results import Measured, Results
     from vllm_evict.bench.report import machine_facts
 
     model_path = args.model or str(embedded_model())

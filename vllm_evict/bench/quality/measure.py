@@ -18,39 +18,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from vllm_evict.bench.quality.cases import Context
 from vllm_evict.bench.quality.replay import ATTENTION, Method, Replay
+from vllm_evict.bench.quality.results import Measured
 from vllm_evict.reference import EvictingCache
 
 ROWS_PER_REFERENCE_BATCH = 5
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One method on one case.
-
-    Args:
-        method: its name.
-        page_tokens: 0 = token by token.
-        budget_tokens: resident tokens; 0 = all (the full cache itself).
-        context: number of the stretch.
-        place: where the passage stood that was read again; -1 = plain text.
-        window_has: whether a window of the budget still held the passage; None = some of it, or plain text.
-        kl: nats, mean over positions of KL(full cache, method).
-        agreement: share of positions whose first choice is the full cache's.
-        loss: nats, mean cross entropy of the text's next token.
-        accuracy: share of positions whose first choice is the text's next token.
-
-    """
-
-    method: str
-    page_tokens: int
-    budget_tokens: int
-    context: int
-    place: int
-    window_has: bool | None
-    kl: float
-    agreement: float
-    loss: float
-    accuracy: float
 
 
 class Meter:

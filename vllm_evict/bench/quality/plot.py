@@ -6,8 +6,8 @@ from pathlib import Path
 
 import matplotlib
 
-from vllm_evict.bench.quality.report import Results
-from vllm_evict.bench.quality.statistics import interval
+from vllm_evict.bench.quality.results import Results
+from vllm_evict.bench.quality.statistics import Interval, interval
 
 matplotlib.use("Agg")
 
@@ -19,35 +19,38 @@ def plot(results: Results, context_tokens: int, path: Path) -> Path:
     settings = results.settings
     columns = min(len(settings), 2)
     rows = -(-len(settings) // columns)
-    figure, panels = pyplot.subplots(rows, columns, figsize=(5.5 * columns, 4.2 * rows), squeeze=False)
+    names = sorted({name for budget, page in settings for p in (page, 0) for name in results.methods(budget, p)})
+    names.remove("plain window")
+    colours = {name: pyplot.get_cmap("tab20")(i) for i, name in enumerate(names)}
+    figure, panels = pyplot.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
     for axes, (budget, page) in zip(panels.flat, settings, strict=False):
-        for page_tokens in (page, 0):
-            for method in results.methods(budget, page_tokens):
-                if method == "plain window":
-                    continue
-                plain = interval(results.plain(method, budget, page_tokens))
-                recall = interval(results.recall(method, budget, page_tokens, window_has=False))
-                axes.errorbar(
-                    plain.mean,
-                    recall.mean,
-                    xerr=[[plain.mean - plain.low], [plain.high - plain.mean]],
-                    yerr=[[recall.mean - recall.low], [recall.high - recall.mean]],
-                    marker="o" if page_tokens else "^",
-                    capsize=2,
-                    alpha=0.8,
-                    elinewidth=0.6,
-                )
-                axes.annotate(method, (plain.mean, recall.mean), xytext=(4, 4), textcoords="offset points", fontsize=7)
-        axes.set(
-            title=f"{budget / context_tokens:.0%} kept, pages of {page} tokens (triangles: token by token)",
-            xlabel="plain text: KL to the full cache",
-            ylabel="passages that left the window: KL",
-        )
-        axes.title.set_fontsize(9)
+        for name in names:
+            page_tokens = 0 if name.startswith("tokens:") else page
+            plain = interval(results.plain(name, budget, page_tokens))
+            recall = interval(results.recall(name, budget, page_tokens, window_has=False))
+            axes.errorbar(
+                plain.mean,
+                recall.mean,
+                xerr=_bars(plain),
+                yerr=_bars(recall),
+                marker="o" if page_tokens else "^",
+                color=colours[name],
+                label=name,
+                markersize=7,
+                elinewidth=0.4,
+            )
+        axes.set(xlabel="plain text: KL to the full cache", ylabel="passages that left the window: KL")
+        axes.set_title(f"{budget / context_tokens:.0%} kept, pages of {page} tokens", fontsize=10)
         axes.grid(alpha=0.3)
     for axes in list(panels.flat)[len(settings) :]:
         axes.set_visible(False)
-    figure.tight_layout()
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=4, loc="lower center", fontsize=9)
+    figure.tight_layout(rect=(0, 0.25 / rows, 1, 1))
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
     return path
+
+
+def _bars(of: Interval) -> list[list[float]]:
+    return [[of.mean - of.low], [of.high - of.mean]]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from vllm_evict.bench.quality.measure import Measured
+from vllm_evict.bench.quality.results import Results, mean
 from vllm_evict.bench.quality.statistics import Interval, interval, paired
 from vllm_evict.bench.report import markdown_table
 
@@ -15,57 +14,6 @@ CONTROLS = ("plain window", "random", "streaming")
 """Not to be recommended for recall: what others are compared with."""
 MOST_PLAIN_LOSS = 1.05
 """A policy that costs more than this times the KL of streaming or of random on plain text is no recommendation."""
-
-Cases = dict[tuple[int, int], float]
-"""A number per (stretch, place)."""
-
-
-class Results:
-    """Everything measured, by method, page size and budget."""
-
-    def __init__(self, measured: Iterable[Measured]) -> None:
-        self._measured = list(measured)
-
-    @property
-    def settings(self) -> list[tuple[int, int]]:
-        """(budget, page) in tokens, without the full cache and the token-level reference."""
-        found = {(m.budget_tokens, m.page_tokens) for m in self._measured if m.page_tokens}
-        return sorted(found, reverse=True)
-
-    def methods(self, budget_tokens: int, page_tokens: int) -> list[str]:
-        """Their names, in the order of measurement."""
-        rows = (m for m in self._measured if (m.budget_tokens, m.page_tokens) == (budget_tokens, page_tokens))
-        return list(dict.fromkeys(m.method for m in rows))
-
-    def plain(self, method: str, budget_tokens: int, page_tokens: int, field: str = "kl") -> Cases:
-        return self._cases(field, lambda m: m.place < 0 and _is(m, method, budget_tokens, page_tokens))
-
-    def recall(
-        self, method: str, budget_tokens: int, page_tokens: int, *, window_has: bool, field: str = "kl"
-    ) -> Cases:
-        """Of passages that a window of the budget still has, or has left."""
-        return self._cases(
-            field,
-            lambda m: m.place >= 0 and m.window_has is window_has and _is(m, method, budget_tokens, page_tokens),
-        )
-
-    def full_loss(self) -> tuple[float, float]:
-        """The full cache's own loss in nats: on plain text, and on passages read again."""
-        plain = self._cases("loss", lambda m: m.method == "full cache" and m.place < 0)
-        again = self._cases("loss", lambda m: m.method == "full cache" and m.place >= 0)
-        return _mean(plain), _mean(again)
-
-    def _cases(self, field: str, wanted: Callable[[Measured], bool]) -> Cases:
-        return {(m.context, m.place): getattr(m, field) for m in self._measured if wanted(m)}
-
-
-def _is(m: Measured, method: str, budget_tokens: int, page_tokens: int) -> bool:
-    return (m.method, m.budget_tokens, m.page_tokens) == (method, budget_tokens, page_tokens)
-
-
-def _mean(cases: Cases) -> float:
-    return sum(cases.values()) / len(cases)
-
 
 # ---- tables -------------------------------------------------------------------------
 
@@ -75,6 +23,7 @@ def table(results: Results, budget_tokens: int, page_tokens: int) -> str:
     left = {"window_has": False}
     streaming = results.recall("streaming", budget_tokens, page_tokens, **left)
     random = results.recall("random", budget_tokens, page_tokens, **left)
+    plain_streaming = mean(results.plain("streaming", budget_tokens, page_tokens))
     rows = []
     for page in (page_tokens, 0):
         for method in results.methods(budget_tokens, page):
@@ -84,16 +33,25 @@ def table(results: Results, budget_tokens: int, page_tokens: int) -> str:
                 [
                     method,
                     str(interval(results.plain(*setting))),
-                    f"{_mean(results.plain(*setting, 'agreement')):.1%}",
-                    f"{math.exp(_mean(results.plain(*setting, 'loss'))):.2f}",
+                    f"{mean(results.plain(*setting)) / plain_streaming:.2f}",
+                    f"{mean(results.plain(*setting, 'agreement')):.1%}",
+                    f"{math.exp(mean(results.plain(*setting, 'loss'))):.2f}",
                     str(interval(gone)),
-                    f"{_mean(results.recall(*setting, **left, field='accuracy')):.0%}",
+                    f"{mean(results.recall(*setting, **left, field='accuracy')):.0%}",
                     str(paired(gone, streaming)),
                     str(paired(gone, random)),
-                    f"{_mean(results.recall(*setting, window_has=True)):.3f}",
+                    f"{mean(results.recall(*setting, window_has=True)):.3f}",
                 ]
             )
-    header = ["method", "plain KL", "same first choice", "perplexity", "recall KL, left the window", "words right"]
+    header = [
+        "method",
+        "plain KL",
+        "x streaming",
+        "same first choice",
+        "perplexity",
+        "recall KL, left the window",
+        "next token right",
+    ]
     return markdown_table([*header, "less streaming", "less random", "recall KL, in the window"], rows)
 
 
@@ -108,7 +66,7 @@ def counts(results: Results, budget_tokens: int, page_tokens: int) -> str:
 
 def plain_ratio(results: Results, method: str, other: str, budget_tokens: int, page_tokens: int) -> float:
     """KL on plain text, as a multiple of the other method's."""
-    mine, theirs = (_mean(results.plain(name, budget_tokens, page_tokens)) for name in (method, other))
+    mine, theirs = (mean(results.plain(name, budget_tokens, page_tokens)) for name in (method, other))
     return mine / theirs
 
 
@@ -122,7 +80,7 @@ def recommended(results: Results, budget_tokens: int, page_tokens: int) -> str |
         beats = all(_against(results, method, other, budget_tokens, page_tokens).below_zero for other in CONTROLS[1:])
         ratios = [plain_ratio(results, method, other, budget_tokens, page_tokens) for other in CONTROLS[1:]]
         if beats and max(ratios) <= MOST_PLAIN_LOSS:
-            good.append((_mean(gone), method))
+            good.append((mean(gone), method))
     return min(good)[1] if good else None
 
 
@@ -137,7 +95,7 @@ def ratios_line(results: Results, budget_tokens: int, page_tokens: int) -> str:
     shown = best or "h2o-keydiff"
     parts = [f"recommended={best or 'none'} budget={budget_tokens} page={page_tokens}"]
     for other in CONTROLS[1:]:
-        parts.append(f"recall {shown}-{other}={_against(results, shown, other, budget_tokens, page_tokens)}")
+        parts.append(f"recall {shown} less {other}={_against(results, shown, other, budget_tokens, page_tokens)}")
     for other in CONTROLS[1:]:
         parts.append(f"plain {shown}/{other}={plain_ratio(results, shown, other, budget_tokens, page_tokens):.3f}")
     return "ratios: " + " ".join(parts)
@@ -173,10 +131,4 @@ def write_report(results: Results, settings: dict, facts: dict, folder: Path) ->
         from vllm_evict.bench.quality.plot import plot
 
         lines.append(f"plot: {plot(results, settings['context_tokens'], folder / 'quality.png')}")
-    budget_tokens, page_tokens = headline(results.settings)
-    return "\n".join([*lines, ratios_line(results, budget_tokens, page_tokens)])
-
-
-def headline(settings: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The largest budget with the smallest page: what the project's target is about."""
-    return max(settings, key=lambda setting: (setting[0], -setting[1]))
+    return "\n".join([*lines, ratios_line(results, *results.settings[0])])  # the largest budget, the smallest page
