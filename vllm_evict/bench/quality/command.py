@@ -1,7 +1,6 @@
 """Quality on real text, through the product's own policies: plain text, and recall of a passage seen once.
 
-The work is done in groups of stretches, each kept as one JSON file in the output folder: a run that was cut short goes
-on where it stopped, and `--at-most 1` does one group.
+Every stretch of text is kept as one JSON file in the output folder: a run that was cut short goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 BUDGET_SHARES = (0.5, 0.25)
 PAGES = (16, 32)  # tokens
-STRETCHES_PER_GROUP = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=32, help="tokens of a step; a multiple of 32")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--seed", type=int, default=0, help="of the stretches, the passages and the random policy")
-    parser.add_argument("--jobs", type=int, default=2, help="groups of stretches measured side by side")
-    parser.add_argument("--at-most", type=int, help="stop after this many groups of stretches; run again to go on")
+    parser.add_argument("--jobs", type=int, default=2, help="stretches measured side by side")
+    parser.add_argument("--at-most", type=int, help="measure this many stretches, report, stop; run again to go on")
     parser.add_argument("--output", type=Path, default=Path("bench-quality"), help="folder for JSON, Markdown, PNG")
 
 
@@ -77,21 +74,19 @@ def run(args: argparse.Namespace) -> int:
     model_path = args.model or str(embedded_model())
     settings = _settings(args, model_path, _text(args.text)[0])
     args.output.mkdir(parents=True, exist_ok=True)
-    groups = [
-        (first, args.output / f"stretches-{first}.json")
-        for first in range(0, settings["stretches"], STRETCHES_PER_GROUP)
-    ]
-    missing = [(first, path) for first, path in groups if not _is_done(path, settings)]
-    if missing:
-        _measure(missing[: args.at_most], settings, args)
-        if args.at_most is not None and args.at_most < len(missing):
-            print(f"{len(missing) - args.at_most} groups of stretches to go: run the same command again")
-            return 0
-    measured = [Measured(**values) for _, path in groups for values in json.loads(path.read_text())["measured"]]
+    paths = {number: args.output / f"stretch-{number}.json" for number in range(settings["stretches"])}
+    missing = [number for number, path in paths.items() if not _is_done(path, settings)]
+    if missing[: args.at_most]:
+        _measure({number: paths[number] for number in missing[: args.at_most]}, settings, args)
+    done = [path for path in paths.values() if path.exists()]
+    measured = [Measured(**values) for path in done for values in json.loads(path.read_text())["measured"]]
     facts = machine_facts(model_path)
+    settings |= {"stretches": len(done)}
     everything = {"facts": facts, "settings": settings, "measured": [asdict(m) for m in measured]}
     (args.output / "quality.json").write_text(json.dumps(everything) + "\n")
     print(write_report(Results(measured), settings, facts, args.output))
+    if len(done) < len(paths):
+        print(f"{len(done)} of {len(paths)} stretches: run the same command again to go on", file=sys.stderr)
     return 0
 
 
@@ -127,20 +122,20 @@ def _is_done(path: Path, settings: dict[str, Any]) -> bool:
     return True
 
 
-def _measure(groups: Sequence[tuple[int, Path]], settings: dict[str, Any], args: argparse.Namespace) -> None:
-    """Every group in a process of its own threads: two of one thread get further than one of two."""
+def _measure(paths: dict[int, Path], settings: dict[str, Any], args: argparse.Namespace) -> None:
+    """Side by side in processes with threads of their own: two of one thread get further than one of two."""
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as processes:
         threads = max(len(os.sched_getaffinity(0)) // args.jobs, 1)
-        done = [
-            processes.submit(_measure_group, first, path, settings, args.model, args.text, threads)
-            for first, path in groups
+        futures = [
+            processes.submit(_measure_stretch, number, path, settings, args.model, args.text, threads)
+            for number, path in paths.items()
         ]
-        for future in as_completed(done):
+        for future in as_completed(futures):
             future.result()
 
 
-def _measure_group(
-    first: int, path: Path, settings: dict[str, Any], model_path: str | None, text_path: str | None, threads: int
+def _measure_stretch(
+    number: int, path: Path, settings: dict[str, Any], model_path: str | None, text_path: str | None, threads: int
 ) -> None:
     import torch
 
@@ -155,7 +150,7 @@ def _measure_group(
         passage_tokens=settings["passage_tokens"],
         seed=settings["seed"],
     )
-    measured = _read_all(model, stretches[first : first + STRETCHES_PER_GROUP], settings)
+    measured = _read(model, stretches[number], settings)
     value = {"settings": settings, "measured": [asdict(m) for m in measured]}
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(value) + "\n")
@@ -177,27 +172,21 @@ def _load(model_path: str, dtype: str, text_path: str | None):
     return model, AutoTokenizer.from_pretrained(model_path)(text, add_special_tokens=False, verbose=False).input_ids
 
 
-def _read_all(model: PreTrainedModel, stretches: Sequence[Context], settings: dict[str, Any]) -> list[Measured]:
+def _read(model: PreTrainedModel, stretch: Context, settings: dict[str, Any]) -> list[Measured]:
     from vllm_evict.bench.quality.measure import Clock, cases_of, read_full, read_methods, read_reference
     from vllm_evict.reference import H2OCache, StreamingCache
 
     chunk_tokens, context_tokens = settings["chunk_tokens"], settings["context_tokens"]
-    budgets = [int(share * context_tokens) for share in BUDGET_SHARES]
-    group = [cases_of(stretch) for stretch in stretches]
     clock = Clock(lambda line: print(line, file=sys.stderr, flush=True))
-    measured = []
-    for stretch, cases in zip(stretches, group, strict=True):
-        measured += read_full(model, cases)
-        for budget in budgets:
-            seed = settings["seed"] + stretch.number
-            measured += read_methods(model, cases, methods(budget, seed), chunk_tokens)
-            clock.tick(f"stretch {stretch.number}, budget {budget}")
-    for budget in budgets:
+    cases = cases_of(stretch)
+    measured = read_full(model, cases)
+    for budget in (int(share * context_tokens) for share in BUDGET_SHARES):
+        measured += read_methods(model, cases, methods(budget, settings["seed"] + stretch.number), chunk_tokens)
         references = {
-            "tokens: streaming": lambda b=budget: StreamingCache(4, b - 4, positions="original"),
-            "tokens: h2o sum": lambda b=budget: H2OCache(b, 4, b // 2, one_decision=True),
+            "tokens: streaming": StreamingCache(4, budget - 4, positions="original"),
+            "tokens: h2o sum": H2OCache(budget, 4, budget // 2, one_decision=True),
         }
-        for name, make_cache in references.items():
-            measured += read_reference(model, name, make_cache, budget, group, chunk_tokens)
-            clock.tick(f"{name}, budget {budget}")
+        for name, cache in references.items():
+            measured += read_reference(model, name, cache, cases, chunk_tokens)
+        clock.tick(f"stretch {stretch.number}, budget {budget}")
     return measured

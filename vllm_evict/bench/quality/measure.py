@@ -21,8 +21,6 @@ from vllm_evict.bench.quality.replay import ATTENTION, Method, Replay
 from vllm_evict.bench.quality.results import Measured
 from vllm_evict.reference import EvictingCache
 
-ROWS_PER_REFERENCE_BATCH = 5
-
 
 class Meter:
     """Compares a method's predictions with the full cache's, position by position."""
@@ -115,30 +113,19 @@ def _counted(case: Case, start: int, hidden: torch.Tensor) -> tuple[int, torch.T
 
 @torch.inference_mode()
 def read_reference(
-    model: PreTrainedModel,
-    name: str,
-    make_cache: Callable[[], EvictingCache],
-    budget_tokens: int,
-    cases_of_contexts: Sequence[Sequence[Case]],
-    chunk_tokens: int,
+    model: PreTrainedModel, name: str, cache: EvictingCache, cases: Sequence[Case], chunk_tokens: int
 ) -> Iterator[Measured]:
-    """The token-level caches of `vllm_evict.reference`; contexts are the rows of a batch."""
-    for first in range(0, len(cases_of_contexts), ROWS_PER_REFERENCE_BATCH):
-        batch = cases_of_contexts[first : first + ROWS_PER_REFERENCE_BATCH]
-        cache = make_cache()
-        for cases in zip(*batch, strict=True):  # the plain text of all, then the first passage of all, ...
-            held = cache if cases[0].place < 0 else copy.deepcopy(cache)
-            sums = torch.zeros(len(cases), 4, dtype=torch.float64)
-            tokens = torch.stack([case.tokens for case in cases])
-            with _attention(model, "eager"), held.attached_to(model):
-                for start in range(0, tokens.shape[1] - 1, chunk_tokens):
-                    chunk = tokens[:, start : start + chunk_tokens]
-                    hidden = model.base_model(input_ids=chunk, past_key_values=held).last_hidden_state
-                    at, counted = _counted(cases[0], start, hidden)
-                    for row, case in enumerate(cases):
-                        sums[row] += case.meter.compare(model.lm_head(counted[row]), at)
-            for case, total in zip(cases, sums, strict=True):
-                yield _measured(name, 0, budget_tokens, case, total)
+    """All cases of one context with a token-level cache of `vllm_evict.reference`."""
+    for case in cases:
+        held = cache if case.place < 0 else copy.deepcopy(cache)  # the plain text comes first
+        total = torch.zeros(4, dtype=torch.float64)
+        with _attention(model, "eager"), held.attached_to(model):
+            for start in range(0, len(case.tokens) - 1, chunk_tokens):
+                chunk = case.tokens[None, start : start + chunk_tokens]
+                hidden = model.base_model(input_ids=chunk, past_key_values=held).last_hidden_state
+                at, counted = _counted(case, start, hidden)
+                total += case.meter.compare(model.lm_head(counted[0]), at)
+        yield _measured(name, 0, cache.max_budget, case, total)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -61,12 +62,16 @@ class Results:
         return self._cases(field, lambda m: m.place < 0 and _is(m, method, budget_tokens, page_tokens))
 
     def recall(
-        self, method: str, budget_tokens: int, page_tokens: int, *, window_has: bool, field: str = "kl"
+        self, method: str, budget_tokens: int, page_tokens: int, *, window_has: bool | None = None, field: str = "kl"
     ) -> Cases:
-        """Of passages that a window of the budget still has, or has left."""
+        """Of passages that a window of the budget still has, or has left; by default of all, wherever they stood."""
         return self._cases(
             field,
-            lambda m: m.place >= 0 and m.window_has is window_has and _is(m, method, budget_tokens, page_tokens),
+            lambda m: (
+                m.place >= 0
+                and (window_has is None or m.window_has is window_has)
+                and _is(m, method, budget_tokens, page_tokens)
+            ),
         )
 
     def full_loss(self) -> tuple[float, float]:
@@ -84,5 +89,5 @@ def _is(m: Measured, method: str, budget_tokens: int, page_tokens: int) -> bool:
 
 
 def mean(cases: Cases) -> float:
-    """Over all cases."""
-    return sum(cases.values()) / len(cases)
+    """Over all cases; NaN if there are none."""
+    return sum(cases.values()) / len(cases) if cases else math.nan
