@@ -1,4 +1,4 @@
-"""vLLM's features with eviction active: the engines and models of tests/engine, and what these features need besides."""
+"""vLLM's features with eviction active: engines and models are those of tests/engine."""
 
 from __future__ import annotations
 

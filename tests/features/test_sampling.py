@@ -17,16 +17,10 @@ SAMPLED = tuple(check for check in checks.ALWAYS if check is not checks.greedy_t
 PROMPT = random_prompt(6 * P, seed=1)
 
 
-def drain(served: Engine) -> Run:
-    while served.busy:
-        served.step()
-    return served.end()
-
-
 def branches(served: Engine, prompt: list[int], sampling: dict, max_tokens: int = 4 * P) -> Run:
     served.begin()
     served.add("a", prompt, max_tokens=max_tokens, sampling=sampling)
-    return drain(served)
+    return served.drain()
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -56,7 +50,7 @@ def test_a_seed_gives_the_tokens_of_plain_vllm_below_the_budget(engine, policy):
             for number, seed in enumerate((11, 11, 12)):
                 served.begin()
                 served.add(f"r{number}", PROMPT, max_tokens=P, sampling=sampling | {"seed": seed})
-                run = drain(served)
+                run = served.drain()
                 said[eviction is None, number] = [answer.tokens for _, answer in sorted(run.answers.items())]
     assert said[True, 0] == said[True, 1] == said[False, 0] == said[False, 1]
     assert said[True, 2] == said[False, 2] != said[True, 0]
@@ -84,14 +78,14 @@ def test_branches_taken_back(engine, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_penalties_bias_and_least_tokens(engine, policy):
+def test_penalties_and_bias(engine, policy):
     """They are computed from what was said, holes or not: same tokens as from the oracle's logits by the formula."""
     bias = {5: 3.0, 9: -2.0}
     sampling = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": bias}
     with engine(eviction=BUDGET | {"policy": policy}) as served:
         served.begin()
         served.add("a", PROMPT, max_tokens=2 * P, num_logits=-1, sampling=sampling)
-        run = drain(served)
+        run = served.drain()
     for check in SAMPLED:
         check(run)
     answer = run.answers["a"]
@@ -115,7 +109,7 @@ def test_logprobs_are_those_of_the_masked_forward(engine, policy):
     with engine(eviction={"policy": policy, "budget": 3 * P}, chunk_tokens=P, logprobs_mode="raw_logprobs") as served:
         served.begin()
         served.add("a", prompt, max_tokens=P, num_logits=5, prompt_logits=True)
-        run = drain(served)
+        run = served.drain()
     reference = run.reference("a", 0).logits.log_softmax(-1)
     answer = run.answers["a"]
     expected = reference[len(prompt) - 1 : -1].gather(1, answer.logit_tokens)
@@ -131,7 +125,7 @@ def test_a_stop_string_across_an_eviction(speaking, policy):
     with speaking(eviction=BUDGET | {"policy": policy}) as served:
         served.begin()
         served.add("full", prompt, max_tokens=3 * P + 1, sampling={"detokenize": True})
-        full = drain(served)
+        full = served.drain()
         tokens = full.answers["full"].tokens
         assert len(tokens) == 3 * P + 1 and full.answers["full"].finish_reason == "length"
         # The token of the step that evicts; `text` up to it, and the stop string around it.
@@ -143,7 +137,7 @@ def test_a_stop_string_across_an_eviction(speaking, policy):
         assert text.index(stop) == len(decode(tokens[: at - 4])), "it is said earlier, too: take another seed"
         served.begin()
         served.add("cut", prompt, max_tokens=3 * P + 1, sampling={"detokenize": True, "stop": [stop]})
-        cut = drain(served)
+        cut = served.drain()
         pool = served.snapshot()
     answer = cut.answers["cut"]
     assert answer.finish_reason == "stop" and answer.text == text[: text.index(stop)]
