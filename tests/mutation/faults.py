@@ -69,13 +69,13 @@ def _wrong_page_freed(patch: Patch) -> None:
 
     evict = EvictingBlockManager._evict
 
-    def frees_its_neighbour(self, request, pages, view, plan):
+    def frees_its_neighbour(self, request, view, plan, reason):
         # The scheduler takes one block for the other and gives away what the worker still reads.
         blocks = self.req_to_blocks[request.request_id]
         victim = plan.pages[-1]
-        neighbour = next(page for page in pages.resident if page > victim)
+        neighbour = next(page for page in view.pages.tolist() if page > victim)
         blocks[victim], blocks[neighbour] = blocks[neighbour], blocks[victim]
-        evict(self, request, pages, view, plan)
+        evict(self, request, view, plan, reason)
 
     patch(EvictingBlockManager, "_evict", frees_its_neighbour)
 
@@ -265,11 +265,11 @@ def _holes_forgotten_on_a_hit(patch: Patch) -> None:
     # The trace is not told which pages of a hit were left out.
     record = EvictingBlockManager._record_holes
 
-    def silent(self, request, pages, view, plan):
+    def silent(self, request, view, plan, reason, num_freed):
         trace = self._trace
         if request.num_computed_tokens == 0 or view.num_tokens != request.num_computed_tokens:
             self._trace = None
-        record(self, request, pages, view, plan)
+        record(self, request, view, plan, reason, num_freed)
         self._trace = trace
 
     patch(EvictingBlockManager, "_record_holes", silent)

@@ -273,11 +273,11 @@ def test_json_and_table_say_the_same(capsys, tmp_path):
     plan = json.loads(said)
     assert status == status_json == 0
     rows = {row["policy"]: row for row in plan["policies"]}
-    assert list(rows) == ["full cache", "streaming", "h2o", "random"]
+    assert list(rows) == ["full cache", "streaming", "h2o", "keydiff", "h2o-keydiff", "random"]
     assert rows["streaming"]["request_pages_decoding"] == 4 and rows["streaming"]["request_pages_prefilling"] == 6
     assert plan["num_pages"] == (16 << 20) // (3 * 32 * 512)
     for row in rows.values():
-        [line] = [line for line in text.splitlines() if line.startswith(row["policy"])]
+        [line] = [line for line in text.splitlines() if line.startswith(row["policy"] + " ")]
         assert line.split()[-2:] == [str(row["requests_that_fit"]), f"{row['vllm_concurrency']:.2f}x"]
     assert plan["advice"] in text.replace("\n         ", "\n")
 

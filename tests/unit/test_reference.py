@@ -254,7 +254,7 @@ def test_page_size_one_chooses_the_same_tokens(models, policy, name, prompt_toke
         pages = np.concatenate([pages, queries])
         mass.append(len(queries))
         mass.observe(pages, queries, weights)
-        view = PageView(pages, num_tokens, num_tokens, mass.scores(pages, num_tokens))
+        view = PageView(pages, num_tokens, num_tokens, {"attention": mass.scores(pages, num_tokens)})
         plan = get_policy(policy).plan(view, budget)
         kept = ~np.isin(pages, plan.pages)
         pages = pages[kept]
