@@ -53,6 +53,29 @@ def test_an_important_latecomer(engine, policy):
         check(run)
 
 
+OPTIONS = {
+    "pages kept free": {"watermark": 0.2},
+    "the first chunk decides": {"scheduler_reserve_full_isl": False},
+    "fair shares of long prompts": {
+        "long_prefill_token_threshold": P,
+        "long_prefill_token_threshold_adaptive": True,
+        "max_num_active_seqs": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_other_ways_to_admit(engine, policy, options):
+    """Long and short prompts in a pool for two of the long; a pool kept partly free still serves the longest."""
+    prompts = {f"r{n}": random_prompt(length, seed=n) for n, length in enumerate((14 * P, 9, 9 * P + 3, P, 6 * P))}
+    eviction = {"policy": policy, "budget": 4 * P}
+    with engine(eviction=eviction, num_pages=16, max_model_len=32 * P, **OPTIONS[options]) as served:
+        run = served.run(prompts, max_tokens=2 * P, arrive_at={"r3": 5}, max_steps=2_000)
+    for check in checks.ALWAYS:
+        check(run)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_streamed_stands(engine, policy):
     """Across preemptions every token is sent once, in order, and each is what its epoch's trace says."""

@@ -43,6 +43,9 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
         "tests/features/test_pressure.py::test_the_least_important_is_preempted_first",
         "tests/features/test_pressure.py::test_an_important_latecomer",
     ),
+    "--watermark, --no-scheduler-reserve-full-isl, --long-prefill-token-threshold, --max-num-active-seqs": (
+        "tests/features/test_pressure.py::test_other_ways_to_admit",
+    ),
     "streamed answers": ("tests/features/test_pressure.py::test_what_was_streamed_stands",),
     "sessions fed in pieces (streaming input)": ("tests/features/test_inputs.py::test_a_session_fed_in_pieces",),
     "several samples (n), seeds": (
