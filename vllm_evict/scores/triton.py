@@ -78,9 +78,9 @@ def add_page_mass(
     block_table:    int32 [num_rows, max_pages]: resident pages of each row, compact, in logical order
     token:          int32 [num_observed], index into `query`
     row:            int32 [num_observed], index into `block_table`; queries of one row side by side share one pass
-                    over its pages; -1 = skip
+                    over its pages
     visible_tokens: int32 [num_observed], how many resident tokens of its row the query may see, itself included;
-                    0 = skip
+                    0 = skip it, whatever its token and row
     page_mass:      float32 [num_observed, >= max_pages]; entries past the visible pages stay untouched
     scale:          factor on the logits
     weight:         factor on the mass
@@ -469,11 +469,15 @@ def _validate_key_cache(key_cache: torch.Tensor) -> None:
     if page_tokens != _power_of_two(page_tokens) or page_tokens > _MAX_PAGE_TOKENS:
         raise ValueError(f"a page of {page_tokens} tokens: set --block-size to a power of two up to {_MAX_PAGE_TOKENS}")
     if key_cache.dtype not in QUERY_DTYPES + FP8_DTYPES:
-        raise ValueError(f"key_cache is {key_cache.dtype}, supported: {[*QUERY_DTYPES, *FP8_DTYPES]} (view bytes as them)")
+        raise ValueError(
+            f"key_cache is {key_cache.dtype}, supported: {[*QUERY_DTYPES, *FP8_DTYPES]} (view bytes as them)"
+        )
     if key_cache.dtype == torch.float8_e4m3fn and key_cache.is_cuda:
         capability = torch.cuda.get_device_capability(key_cache.device)
         if capability < (8, 9):
-            raise ValueError(f"key_cache is float8_e4m3fn, which needs compute capability 8.9, not {capability}: use e5m2")
+            raise ValueError(
+                f"key_cache is float8_e4m3fn, which needs compute capability 8.9, not {capability}: use e5m2"
+            )
 
 
 def _validate_table(block_table: torch.Tensor, result: torch.Tensor, num_results: int, name: str) -> None:

@@ -81,7 +81,7 @@ def page_sums(
     kv_head = tl.program_id(1)
     my_row = tl.load(row + first)
     row_before = tl.load(row + first - 1, mask=first % TILE_QUERIES != 0, other=-1)
-    if row_before == my_row:
+    if (row_before == my_row) | (my_row < 0):
         return
 
     # Who takes part: offset in the list, of each query and of each query head.
@@ -101,6 +101,7 @@ def page_sums(
     head = kv_head * HEADS_PER_KV_HEAD + line % HEADS_PADDED
     is_live = (line_offset < num_queries) & (line % HEADS_PADDED < HEADS_PER_KV_HEAD)
     line_visible = tl.load(visible_tokens + first + line_offset, mask=is_live, other=0)
+    is_live &= line_visible > 0
     line_token = tl.load(token + first + line_offset, mask=is_live, other=0).to(tl.int64)
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     q = tl.load(
@@ -120,7 +121,9 @@ def page_sums(
     for tile in range(first_tile, end_tile):
         position = tile * TILE_TOKENS + slot
         is_seen = position < most_visible
-        block = tl.load(block_table + my_row.to(tl.int64) * table_stride + position // PAGE_TOKENS, mask=is_seen, other=0)
+        block = tl.load(
+            block_table + my_row.to(tl.int64) * table_stride + position // PAGE_TOKENS, mask=is_seen, other=0
+        )
         key_row = block.to(tl.int64) * key_block_stride + position % PAGE_TOKENS * key_slot_stride
         k = tl.load(
             key_cache + (key_row + kv_head * key_head_stride)[None, :] + dim[:, None],
@@ -227,7 +230,7 @@ def add_to_page_mass(
     if tl.program_id(1) * BLOCK * PAGE_TOKENS >= visible:
         return
     mass = tl.full([BLOCK], 0.0, tl.float32)
-    for head in range(0, num_heads):
+    for head in range(num_heads):
         list_head = observed * num_heads + head
         head_sums = tl.load(sums + list_head * max_pages + page, mask=is_seen, other=0.0)
         if normaliser is not None:
@@ -315,7 +318,7 @@ def key_anchors(
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     in_head = dim < HEAD_SIZE
     total = tl.full([HEAD_SIZE_PADDED], 0.0, tl.float32)
-    for program in range(0, num_programs):
+    for program in range(num_programs):
         at = (row_head * num_programs + program) * HEAD_SIZE + dim
         total += tl.load(program_directions + at, mask=in_head, other=0.0)
     square = tl.sum(total * total, axis=0)
@@ -352,7 +355,7 @@ def add_to_key_difference(
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     in_head = dim < HEAD_SIZE
     cosines = tl.full([BLOCK], 0.0, tl.float32)
-    for kv_head in range(0, num_kv_heads):
+    for kv_head in range(num_kv_heads):
         row_head = row * num_kv_heads + kv_head
         anchor = tl.load(anchors + row_head * HEAD_SIZE + dim, mask=in_head, other=0.0)
         directions = tl.load(
