@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.triton.interpreter import pretend, use_backend, use_runner
+from tests.triton.fake_gpu import pretend, use_backend, use_runner
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,63 @@
-"""vLLM on a machine without a GPU, believing that it has Triton: kernels run in Triton's interpreter, on CPU tensors.
+"""Triton kernels on the CPU, without setting TRITON_INTERPRET for the process.
 
-`pretend()` must run before vllm is imported, and only in a process of its own: whoever imported vllm without it keeps
-the CPU's kernels. Nothing of vLLM's or ours is replaced but three answers: that some Triton driver is active, what the
-device can do, and which attention stands in the place of the CPU's.
+`triton.jit` decides when it decorates whether a kernel is compiled or interpreted. The process of `make test` imports
+vLLM, which must go on believing that there is no Triton here, and so it has imported Triton for compiling. So: a copy
+of our modules of their own, decorated under TRITON_INTERPRET, beside those that anybody else imports; and while the
+kernels run, interpreted versions of what `triton.language` itself writes in Triton (`tl.sum`, `tl.cdiv`, ...).
+
+Triton 3.7's interpreter multiplies the bits of bfloat16 matrices as integers; here they are numbers.
 """
 
-from __future__ import annotations
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 
-import os
-from types import SimpleNamespace
+import pytest
+import triton.experimental.gluon  # noqa: F401  a first launch imports it, and it wants the library as it was
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, interpreter_builder
+from triton.runtime.jit import JITFunction
 
+import vllm_evict.scores
 
-def pretend() -> None:
-    """Switch the interpreter on and have vLLM find it."""
-    os.environ |= {
-        "TRITON_INTERPRET": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    import torch
-    import triton.backends
-
-    driver = SimpleNamespace(is_active=lambda: True)
-    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
-    torch.cuda.get_device_capability = lambda *args, **kwargs: (8, 0)
+MODULES = ("triton_kernels", "triton")
 
 
-def use_backend(name: str) -> None:
-    """Give layers the attention backend of this name wherever the CPU's own would be."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+@contextmanager
+def interpreted() -> Iterator[ModuleType]:
+    """A `vllm_evict.scores.triton` that runs on CPU tensors, inside the `with` block."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tl, tl.standard):
+            for name, function in [*vars(module).items()]:
+                if isinstance(function, JITFunction):
+                    patch.setattr(module, name, InterpretedFunction(function.fn))
+        patch.setattr(InterpreterBuilder, "create_dot", _dot_of_numbers)
+        yield _import_interpreted()
 
-    from vllm_evict.engine import worker
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum[name].get_path())
-    worker.BACKENDS[AttentionBackendEnum.CPU_ATTN] = worker.BACKENDS[AttentionBackendEnum[name]]
+_create_dot = InterpreterBuilder.create_dot
 
 
-def use_runner(version: str) -> None:
-    """Have the next engine run vLLM's model runner ``"V1"`` or ``"V2"``."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(version == "V2"))
+def _dot_of_numbers(builder, a, b, *rest):
+    if a.dtype == b.dtype == tl.bfloat16:
+        a, b = (interpreter_builder.create_fp_ext(x, tl.float32) for x in (a, b))
+    return _create_dot(builder, a, b, *rest)
+
+
+def _import_interpreted() -> ModuleType:
+    package = vllm_evict.scores
+    before = {name: sys.modules.pop(f"{package.__name__}.{name}", None) for name in MODULES}
+    attributes = {name: vars(package).pop(name, None) for name in MODULES}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        module = importlib.import_module(f"{package.__name__}.triton")
+    for name in MODULES:
+        del sys.modules[f"{package.__name__}.{name}"]
+        delattr(package, name)
+        if before[name] is not None:
+            sys.modules[f"{package.__name__}.{name}"] = before[name]
+        if attributes[name] is not None:
+            setattr(package, name, attributes[name])
+    return module
