@@ -68,15 +68,14 @@ def page_sums(
     HEAD_SIZE_PADDED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One program: some tiles of one KV head, for up to TILE_QUERIES queries of one row. Grid [observed, KV head, tiles].
+    """Some tiles of one KV head, for up to TILE_QUERIES queries of one row. Grid [observed, KV head, tiles].
 
     Queries of a row that stand side by side, within the same TILE_QUERIES of the list, share a program: the first's.
     """
     TILE_TOKENS: tl.constexpr = PAGE_TOKENS * TILE_PAGES
     TILE_HEADS: tl.constexpr = TILE_QUERIES * HEADS_PADDED
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     first = tl.program_id(0)
     kv_head = tl.program_id(1)
     my_row = tl.load(row + first)
@@ -118,6 +117,7 @@ def page_sums(
     slot = tl.arange(0, TILE_TOKENS)
     page_in_tile = tl.arange(0, TILE_PAGES)
     num_pages = tl.cdiv(most_visible, PAGE_TOKENS)
+    table_row = block_table + my_row.to(tl.int64) * table_stride
     for tile in range(first_tile, end_tile):
         position = tile * TILE_TOKENS + slot
         is_seen = position < most_visible
@@ -174,9 +174,8 @@ def normalisers(
     BLOCK: tl.constexpr,
 ):
     """log2 of the sum of exp2(logit) of one query head. Grid [observed, head]."""
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     observed = tl.program_id(0)
     visible = tl.minimum(tl.load(visible_tokens + observed), max_pages * PAGE_TOKENS)
     list_head = observed.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -220,9 +219,8 @@ def add_to_page_mass(
     BLOCK: tl.constexpr,
 ):
     """Some pages of one query. Grid [observed, pages]."""
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     observed = tl.program_id(0).to(tl.int64)
     visible = tl.minimum(tl.load(visible_tokens + observed), max_pages * PAGE_TOKENS)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -262,9 +260,8 @@ def key_direction_sums(
 ):
     """Sums of k / |k| over each page, and over a program's pages. Grid [row, KV head, tiles]."""
     TILE_TOKENS: tl.constexpr = PAGE_TOKENS * TILE_PAGES
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     tokens = tl.minimum(tl.load(num_tokens + row), max_pages * PAGE_TOKENS)
@@ -272,6 +269,7 @@ def key_direction_sums(
     first_tile = tl.program_id(2) * tiles_per_program
     end_tile = tl.minimum(first_tile + tiles_per_program, tl.cdiv(tokens, TILE_TOKENS))
     row_head = row * tl.num_programs(1) + kv_head
+    table_row = block_table + row * table_stride
     slot = tl.arange(0, TILE_TOKENS)
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     in_head = dim < HEAD_SIZE
@@ -279,7 +277,7 @@ def key_direction_sums(
     for tile in range(first_tile, end_tile):
         position = tile * TILE_TOKENS + slot
         is_seen = position < tokens
-        block = tl.load(block_table + row * table_stride + position // PAGE_TOKENS, mask=is_seen, other=0)
+        block = tl.load(table_row + position // PAGE_TOKENS, mask=is_seen, other=0)
         key_row = block.to(tl.int64) * key_block_stride + position % PAGE_TOKENS * key_slot_stride
         k = tl.load(
             key_cache + (key_row + kv_head * key_head_stride)[:, None] + dim[None, :],
@@ -311,9 +309,8 @@ def key_anchors(
     HEAD_SIZE_PADDED: tl.constexpr,
 ):
     """The mean direction of all keys of one row and KV head, of length 1. Grid [row, KV head]."""
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     row_head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     in_head = dim < HEAD_SIZE
@@ -343,9 +340,8 @@ def add_to_key_difference(
     BLOCK: tl.constexpr,
 ):
     """Some pages of one row. Grid [row, pages]."""
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.minimum(tl.load(num_tokens + row), max_pages * PAGE_TOKENS)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
