@@ -121,9 +121,7 @@ def page_sums(
     for tile in range(first_tile, end_tile):
         position = tile * TILE_TOKENS + slot
         is_seen = position < most_visible
-        block = tl.load(
-            block_table + my_row.to(tl.int64) * table_stride + position // PAGE_TOKENS, mask=is_seen, other=0
-        )
+        block = tl.load(table_row + position // PAGE_TOKENS, mask=is_seen, other=0)
         key_row = block.to(tl.int64) * key_block_stride + position % PAGE_TOKENS * key_slot_stride
         k = tl.load(
             key_cache + (key_row + kv_head * key_head_stride)[None, :] + dim[:, None],
