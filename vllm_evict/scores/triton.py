@@ -30,6 +30,8 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_SCRATCH_BYTES = 256 << 20
 #: Tokens of a tile, unless a page is larger: 64 keys of 128 bf16 are 16 KiB, of which two or three are in flight.
 TILE_TOKENS = 64
+#: The same for key difference, where a tile is in registers, as float32.
+KEY_TILE_TOKENS = 32
 #: Lines (query heads) of a tile: at least what a tensor core takes, at most what registers hold beside the keys.
 MIN_TILE_HEADS, MAX_TILE_HEADS = 16, 64
 #: About how many programs fill a GPU (132 multiprocessors, several each, of unequal length), and the most tiles that
@@ -106,8 +108,14 @@ def add_page_mass(
         return
     if queries_per_row is None:
         queries_per_row = 1 if num_observed <= block_table.shape[0] else num_observed
-    tile_queries = _tile_queries(num_heads // num_kv_heads, queries_per_row)
-    scratch, queries_per_pass = _scratch_of(scratch, per_query, num_observed, tile_queries, query.device)
+    constants = page_sums_constants(
+        page_tokens=page_tokens,
+        heads_per_kv_head=num_heads // num_kv_heads,
+        head_size=head_size,
+        queries_per_row=queries_per_row,
+        has_softcap=softcap != 0,
+    )
+    scratch, queries_per_pass = _scratch_of(scratch, per_query, num_observed, constants["TILE_QUERIES"], query.device)
     for first in range(0, num_observed, queries_per_pass):
         chosen = slice(first, first + queries_per_pass)
         _page_mass_pass(
@@ -125,8 +133,7 @@ def add_page_mass(
             k_scale=k_scale,
             enabled=enabled,
             scratch=scratch,
-            tile_queries=tile_queries,
-            head_size=head_size,
+            constants=constants,
         )
 
 
@@ -146,12 +153,10 @@ def _page_mass_pass(
     k_scale: torch.Tensor | float | None,
     enabled: torch.Tensor | None,
     scratch: torch.Tensor,
-    tile_queries: int,
-    head_size: int,
+    constants: dict[str, int | bool],
 ) -> None:
     num_observed, num_heads, max_pages = len(token), query.shape[1], block_table.shape[1]
     page_tokens, num_kv_heads = key_cache.shape[1:3]
-    heads_per_kv_head = num_heads // num_kv_heads
     tile_pages, num_tiles = _tiles(max_pages, page_tokens)
     has_lse = log_sum_exp is not None
     sum_heads = num_kv_heads if has_lse else num_heads
@@ -186,13 +191,7 @@ def _page_mass_pass(
         block_table.stride(0),
         *(log_sum_exp.stride() if has_lse else (0, 0)),
         0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(0),
-        **layout,
-        TILE_QUERIES=tile_queries,
-        HEADS_PER_KV_HEAD=heads_per_kv_head,
-        HEADS_PADDED=_power_of_two(heads_per_kv_head),
-        HEAD_SIZE=head_size,
-        HEAD_SIZE_PADDED=max(16, _power_of_two(head_size)),
-        HAS_SOFTCAP=softcap != 0,
+        **constants,
     )
     if not has_lse:
         kernels.normalisers[(num_observed, num_heads)](
@@ -219,7 +218,7 @@ def key_difference_scratch(
     *, num_rows: int, num_kv_heads: int, max_pages: int, page_tokens: int, head_size: int
 ) -> int:
     """Elements (float32) of scratch with which `add_key_difference` does `num_rows` rows in one pass."""
-    num_tiles = _tiles(max_pages, page_tokens)[1]
+    num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)[1]
     return num_rows * num_kv_heads * head_size * (max_pages + -(-num_tiles // MAX_TILES_PER_PROGRAM) + 1)
 
 
@@ -259,12 +258,12 @@ def add_key_difference(
     )
     if num_rows == 0 or max_pages == 0:
         return
-    tile_pages, num_tiles = _tiles(max_pages, page_tokens)
+    tile_pages, num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)
     # Fixed, because it decides which sums are added up first.
     tiles_per_program = MAX_TILES_PER_PROGRAM
     programs = -(-num_tiles // tiles_per_program)
     scratch, rows_per_pass = _scratch_of(scratch, per_row, num_rows, 1, key_cache.device)
-    head = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(16, _power_of_two(head_size))}
+    head = _head_constants(head_size)
     for first in range(0, num_rows, rows_per_pass):
         table, tokens = block_table[first : first + rows_per_pass], num_tokens[first : first + rows_per_pass]
         result = key_difference[first : first + rows_per_pass]
@@ -359,10 +358,29 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _tiles(max_pages: int, page_tokens: int) -> tuple[int, int]:
+def _tiles(max_pages: int, page_tokens: int, tile_tokens: int = TILE_TOKENS) -> tuple[int, int]:
     """(pages of a tile, tiles of a full row)."""
-    tile_pages = max(1, TILE_TOKENS // page_tokens)
+    tile_pages = max(1, tile_tokens // page_tokens)
     return tile_pages, -(-max_pages // tile_pages)
+
+
+def page_sums_constants(
+    *, page_tokens: int, heads_per_kv_head: int, head_size: int, queries_per_row: int, has_softcap: bool
+) -> dict[str, int | bool]:
+    """What `kernels.page_sums` is compiled for."""
+    return {
+        "PAGE_TOKENS": page_tokens,
+        "TILE_PAGES": _tiles(1, page_tokens)[0],
+        "TILE_QUERIES": _tile_queries(heads_per_kv_head, queries_per_row),
+        "HEADS_PER_KV_HEAD": heads_per_kv_head,
+        "HEADS_PADDED": _power_of_two(heads_per_kv_head),
+        **_head_constants(head_size),
+        "HAS_SOFTCAP": has_softcap,
+    }
+
+
+def _head_constants(head_size: int) -> dict[str, int]:
+    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(16, _power_of_two(head_size))}
 
 
 def _tile_queries(heads_per_kv_head: int, queries_per_row: int) -> int:
