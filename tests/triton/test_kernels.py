@@ -10,11 +10,10 @@ from vllm_evict.scores.reference import key_difference_reference
 
 pytest.importorskip("triton", reason="no Triton here")
 
-from tests.triton.batch import UNTOUCHED, Batch, make_batch
+from tests.triton.batch import CASES, KEY_CASES, UNTOUCHED, Batch, make_batch
 from tests.triton.interpreter import interpreted
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +35,6 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 # --- page mass: the numbers -----------------------------------------------------------------------
 
-# Every value of an axis with several of every other one.
-CASES = {
-    "MHA": dict(page=16, heads=2, kv_heads=2, head_size=64, dtype=BF16),
-    "SmolLM2": dict(page=16, heads=9, kv_heads=3, head_size=64, dtype=F32, head_major=True),
-    "Llama 3 8:1": dict(page=32, heads=16, kv_heads=2, head_size=128, dtype=BF16),
-    "MQA 256": dict(page=64, heads=4, kv_heads=1, head_size=256, dtype=F16, softcap=5.0),
-    "MQA wide": dict(page=16, heads=20, kv_heads=1, head_size=64, dtype=F16),
-    "head of 80": dict(page=32, heads=6, kv_heads=2, head_size=80, dtype=F32, softcap=20.0),
-    "head of 80, 8:1": dict(page=64, heads=8, kv_heads=1, head_size=80, dtype=BF16, head_major=True),
-    "e4m3": dict(page=16, heads=4, kv_heads=2, head_size=64, dtype=BF16, key_dtype=E4M3, k_scale=0.5),
-    "e5m2": dict(
-        page=32, heads=6, kv_heads=2, head_size=80, dtype=F16, key_dtype=E5M2, k_scale=torch.tensor([0.5, 2.0])
-    ),
-    "e4m3 in fp32": dict(
-        page=64, heads=2, kv_heads=2, head_size=128, key_dtype=E4M3, k_scale=torch.tensor(2.0), head_major=True
-    ),
-    "pages of 8": dict(page=8, heads=3, kv_heads=1, head_size=32, dtype=F32),
-    "pages of 128": dict(page=128, heads=2, kv_heads=1, head_size=64, dtype=BF16, softcap=5.0),
-}
 ROWS = ((1, 1), (33, 3), (64, 1), (97, 1), (75, 5))
 
 
@@ -232,13 +212,6 @@ def test_wrong_arguments_are_refused(kernels, batch, change, message):
 
 # --- key difference -------------------------------------------------------------------------------
 
-KEY_CASES = {
-    "bf16": dict(page=16, kv_heads=2, head_size=64, dtype=BF16),
-    "fp16, 80": dict(page=32, kv_heads=3, head_size=80, dtype=F16, head_major=True),
-    "fp32, 256": dict(page=64, kv_heads=1, head_size=256, dtype=F32),
-    "e4m3": dict(page=16, kv_heads=2, head_size=128, dtype=BF16, key_dtype=E4M3),
-    "pages of 128": dict(page=128, kv_heads=2, head_size=64, dtype=BF16),
-}
 NUM_TOKENS = (1, 33, 0, 97, 130)
 
 
