@@ -1,7 +1,11 @@
 """The Triton kernels against the slow reference, under Triton's interpreter."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ pytest.importorskip("triton", reason="no Triton here")
 from tests.triton.batch import CASES, KEY_CASES, UNTOUCHED, Batch, make_batch
 from tests.triton.interpreter import interpreted
 
+ROOT = Path(__file__).parents[2]
 BF16 = torch.bfloat16
 
 
@@ -289,17 +294,25 @@ def test_gather_rows(kernels):
 
 def test_nothing_of_the_interpreter_stays_behind():
     """vLLM's CPU build must go on without Triton, and the modules that others import compile."""
-    from triton.runtime.jit import JITFunction
+    code = """
+import os, sys
+import torch
+from tests.triton.interpreter import interpreted
+from vllm_evict.scores import triton as compiled
+from vllm_evict.bench.kernel_table import compile_for, variants
 
-    from vllm_evict.scores import triton as compiled
-
-    with interpreted() as module:
-        assert module is not compiled and not isinstance(module.kernels.page_sums, JITFunction)
-    import triton.language as tl
-
-    assert "TRITON_INTERPRET" not in os.environ
-    assert isinstance(compiled.kernels.page_sums, JITFunction)
-    from vllm_evict.scores import triton as again
-
-    assert again is compiled
-    assert tl.sum is not None
+variant = next(v for v in variants() if v.kernel == "gather_row")
+before = compile_for(variant, 90)
+with interpreted() as module:
+    assert module is not compiled
+    row = torch.zeros(1, dtype=torch.int32)
+    module.gather_rows(row[None], row, row, row[None], row.clone(), 16)
+assert "TRITON_INTERPRET" not in os.environ
+assert sys.modules["vllm_evict.scores.triton"] is compiled
+os.environ["TRITON_CACHE_DIR"] += "/again"
+assert compile_for(variant, 90) == before
+"""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TRITON_CACHE_DIR": cache}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
