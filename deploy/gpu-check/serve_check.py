@@ -65,12 +65,9 @@ def main() -> int:
             except (RuntimeError, OSError) as error:
                 faults = [str(error)]
             passed &= not faults
-            print(
-                f"{'FAILED' if faults else 'ok    '} {case}",
-                *(f"       {fault}" for fault in faults),
-                sep="\n",
-                flush=True,
-            )
+            print("FAILED" if faults else "ok    ", case, flush=True)
+            for fault in faults:
+                print("      ", fault, flush=True)
     print(f"serve-check: {'ok' if passed else 'FAILED'}")
     return 0 if passed else 1
 
@@ -94,9 +91,8 @@ def _faults(case: Case, model: str, folder: Path) -> list[str]:
     roomy, _ = _answers(case, model, [*eviction, str(MAX_MODEL_TOKENS)], folder)
     faults = []
     if roomy != off:
-        faults.append(
-            f"other tokens in answers {[i for i, (a, b) in enumerate(zip(off, roomy, strict=True)) if a != b]}"
-        )
+        different = [i for i, (a, b) in enumerate(zip(off, roomy, strict=True)) if a != b]
+        faults.append(f"other tokens in the answers {different}")
     if _evicted_pages(trace):
         faults.append(f"{_evicted_pages(trace)} pages evicted with a budget that no prompt reaches")
     tight, usage = _answers(case, model, [*eviction, str(TIGHT_BUDGET_TOKENS)], folder)
