@@ -1,11 +1,14 @@
 """The Triton kernels compiled for real GPUs, without one."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton", reason="no Triton here")
 
-from vllm_evict.bench.kernel_table import ARCHITECTURES, Row, compile_for, table, variants
+from vllm_evict.bench.kernel_table import ARCHITECTURES, Row, compile_for, measure, table, variants
 
+ROOT = Path(__file__).parents[2]
 SMALL_KERNELS = ("normalisers", "add_to_page_mass", "key_anchors", "gather_row")
 
 
@@ -43,12 +46,12 @@ def test_key_types_compile(keys):
 
 
 @pytest.mark.slow
-def test_nothing_spills_up_to_heads_of_128():
-    for variant in variants():
-        if variant.constants.get("HEAD_SIZE", 0) <= 128:
-            for architecture in ARCHITECTURES:
-                if architecture >= variant.least_architecture:
-                    assert compile_for(variant, architecture).stack_bytes == 0, (variant, architecture)
+def test_nothing_spills_up_to_heads_of_128_and_the_document_is_current():
+    rows = [*measure()]
+    for row in rows:
+        if row.variant.constants.get("HEAD_SIZE", 0) <= 128:
+            assert all(found.stack_bytes == 0 for found in row.resources.values()), row
+    assert table(rows) in (ROOT / "docs" / "performance.md").read_text()
 
 
 def test_the_table():
