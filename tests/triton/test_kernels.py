@@ -173,6 +173,14 @@ def test_rows_in_any_order(kernels, batch, expected):
     assert error(page_mass(kernels, batch.only(order)), expected[order]) <= batch.bound()
 
 
+def test_warming_up_leaves_nothing_to_see(kernels, batch, expected):
+    for has_log_sum_exp in (False, True):
+        kernels.warm_up(
+            query_dtype=BF16, num_heads=6, key_cache=batch.key_cache, softcap=20.0, has_log_sum_exp=has_log_sum_exp
+        )
+    assert torch.equal(page_mass(kernels, batch), expected)
+
+
 def test_a_wider_page_mass_is_left_alone_at_the_end(kernels, batch, expected):
     result = torch.full((9, 12), UNTOUCHED)
     kernels.add_page_mass(**batch.arguments(), page_mass=result)

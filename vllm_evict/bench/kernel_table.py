@@ -131,11 +131,12 @@ def compile_for(variant: Variant, architecture: int) -> Resources:
     signature = {
         name: "constexpr" if name in variant.constants else types.get(name, "i32") for name in function.arg_names
     }
-    # As the JIT finds vLLM's tensors: pointers and their strides are multiples of 16.
+    # As the JIT finds vLLM's tensors: pointers and the strides of queries and keys are multiples of 16.
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(function.arg_names)
-        if signature[name].startswith("*") or name.startswith(("query_", "key_"))
+        (parameter.num,): [["tt.divisibility", 16]]
+        for parameter in function.params
+        if (signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment)
+        or parameter.name.startswith(("query_", "key_"))
     }
     compiled = triton.compile(
         ASTSource(function, signature, dict(variant.constants), aligned), target=GPUTarget("cuda", architecture, 32)

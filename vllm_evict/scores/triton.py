@@ -11,8 +11,11 @@ Example: two requests decode, the second sees 40 of its tokens (pages of 16).
     mass[1]  # pages 0..2 share num_heads: 16 + 16 + 8 tokens; pages 3..5 stay 0
 
 Nothing here waits for the device or reads a tensor on the host, so every call can be captured in a CUDA graph (give
-`scratch` then, or let the graph's pool own what a call allocates). What indices name is not checked: a row, token or
-block that is not there is the caller's fault. `enabled` switches a captured call off: 0 leaves the result alone.
+`scratch` then, or let the graph's pool own what a call allocates; `warm_up` first). `enabled` switches a captured call
+off: 0 leaves the result alone. Work follows the visible tokens, but scratch and launches follow the width of
+`block_table`: keep it no wider than a row may get.
+
+What indices name is not checked: a row, token or block that is not there is the caller's fault.
 """
 
 import functools
@@ -22,7 +25,14 @@ import torch
 
 from vllm_evict.scores import triton_kernels as kernels
 
-__all__ = ["add_key_difference", "add_page_mass", "gather_rows", "key_difference_scratch", "page_mass_scratch"]
+__all__ = [
+    "add_key_difference",
+    "add_page_mass",
+    "gather_rows",
+    "key_difference_scratch",
+    "page_mass_scratch",
+    "warm_up",
+]
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -134,6 +144,43 @@ def add_page_mass(
             enabled=enabled,
             scratch=scratch,
             constants=constants,
+        )
+
+
+def warm_up(
+    *,
+    query_dtype: torch.dtype,
+    num_heads: int,
+    key_cache: torch.Tensor,
+    softcap: float = 0.0,
+    has_log_sum_exp: bool = False,
+    k_scale: torch.Tensor | float | None = None,
+    enabled: torch.Tensor | None = None,
+) -> None:
+    """Compile what `add_page_mass` will need (seconds, once per machine), so that the first request does not wait.
+
+    query_dtype, num_heads: of the queries to come
+    key_cache, softcap, k_scale, enabled: as in `add_page_mass`; only whether they are given, their types and strides
+                                          matter
+    """
+    device = key_cache.device
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    for queries_per_row in (1, MAX_TILE_HEADS):
+        add_page_mass(
+            query=torch.zeros(1, num_heads, key_cache.shape[3], dtype=query_dtype, device=device),
+            key_cache=key_cache,
+            block_table=zeros.view(1, 1),
+            token=zeros,
+            row=zeros,
+            visible_tokens=zeros,
+            page_mass=torch.zeros(1, 1, device=device),
+            scale=1.0,
+            weight=1.0,
+            softcap=softcap,
+            log_sum_exp=torch.zeros(1, num_heads, device=device) if has_log_sum_exp else None,
+            k_scale=k_scale,
+            enabled=enabled,
+            queries_per_row=queries_per_row,
         )
 
 
@@ -384,8 +431,10 @@ def _head_constants(head_size: int) -> dict[str, int]:
 
 
 def _tile_queries(heads_per_kv_head: int, queries_per_row: int) -> int:
+    """The small tile if it holds them, else the large one: each is a kernel of its own."""
     heads = _power_of_two(heads_per_kv_head)
-    return max(MIN_TILE_HEADS // heads, min(_power_of_two(queries_per_row), MAX_TILE_HEADS // heads), 1)
+    tile_heads = MIN_TILE_HEADS if queries_per_row * heads <= MIN_TILE_HEADS else MAX_TILE_HEADS
+    return max(1, tile_heads // heads)
 
 
 def _tiles_per_program(programs: int, num_tiles: int) -> int:

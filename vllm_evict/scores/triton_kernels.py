@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 #: Counts that change from call to call; specialising on them would compile the kernel again.
-_COUNTS = ["num_observed", "num_rows", "max_pages", "num_tiles", "tiles_per_program", "table_stride", "mass_stride"]
+_COUNTS = ["num_observed", "max_pages", "num_tiles", "tiles_per_program", "num_programs"]
+_COUNTS += ["table_stride", "mass_stride", "lse_token_stride", "lse_head_stride"]
 #: Read or written element by element; slices of them start anywhere.
 _UNALIGNED = ["block_table", "token", "row", "visible_tokens", "page_mass", "log_sum_exp"]
 
@@ -78,6 +79,7 @@ def page_sums(
         return
     first = tl.program_id(0)
     kv_head = tl.program_id(1)
+    key_head = key_cache + kv_head.to(tl.int64) * key_head_stride
     my_row = tl.load(row + first)
     row_before = tl.load(row + first - 1, mask=first % TILE_QUERIES != 0, other=-1)
     if (row_before == my_row) | (my_row < 0):
@@ -124,7 +126,7 @@ def page_sums(
         block = tl.load(table_row + position // PAGE_TOKENS, mask=is_seen, other=0)
         key_row = block.to(tl.int64) * key_block_stride + position % PAGE_TOKENS * key_slot_stride
         k = tl.load(
-            key_cache + (key_row + kv_head * key_head_stride)[None, :] + dim[:, None],
+            key_head + key_row[None, :] + dim[:, None],
             mask=is_seen[None, :] & (dim < HEAD_SIZE)[:, None],
             other=0.0,
         )
@@ -262,6 +264,7 @@ def key_direction_sums(
         return
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
+    key_head = key_cache + kv_head.to(tl.int64) * key_head_stride
     tokens = tl.minimum(tl.load(num_tokens + row), max_pages * PAGE_TOKENS)
     num_pages = tl.cdiv(tokens, PAGE_TOKENS)
     first_tile = tl.program_id(2) * tiles_per_program
@@ -278,7 +281,7 @@ def key_direction_sums(
         block = tl.load(table_row + position // PAGE_TOKENS, mask=is_seen, other=0)
         key_row = block.to(tl.int64) * key_block_stride + position % PAGE_TOKENS * key_slot_stride
         k = tl.load(
-            key_cache + (key_row + kv_head * key_head_stride)[:, None] + dim[None, :],
+            key_head + key_row[:, None] + dim[None, :],
             mask=is_seen[:, None] & in_head[None, :],
             other=0.0,
         ).to(tl.float32)
