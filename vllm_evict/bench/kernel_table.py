@@ -84,7 +84,7 @@ class Row:
 
 def variants() -> Iterator[Variant]:
     """What vLLM's models make of the kernels: bfloat16 unless said otherwise."""
-    from vllm_evict.scores.triton import BLOCK, KEY_TILE_TOKENS, page_sums_constants
+    from vllm_evict.scores.triton import BLOCK, BLOCK_ROWS, KEY_TILE_TOKENS, NORMALISER_BLOCK, page_sums_constants
 
     def page_sums(page: int, heads: int, head_size: int, queries: int, **options: Any) -> Variant:
         without = options.pop("without", "log_sum_exp")
@@ -106,15 +106,16 @@ def variants() -> Iterator[Variant]:
     yield page_sums(16, 4, 128, 1, keys="fp8e4nv", least_architecture=90)
     yield page_sums(16, 4, 128, 1, keys="fp8e5")
     yield page_sums(16, 4, 128, 1, query="fp32", keys="fp32")
-    pages = {"PAGE_TOKENS": 16, "TILE_PAGES": 4, "BLOCK": BLOCK}
-    yield Variant("normalisers", pages)
-    yield Variant("add_to_page_mass", pages)
-    yield Variant("add_to_page_mass", {**pages, "peaks": None, "normaliser": None})
+    pages = {"PAGE_TOKENS": 16, "TILE_PAGES": 4}
+    yield Variant("normalisers", {**pages, "BLOCK": NORMALISER_BLOCK})
+    adding = {**pages, "BLOCK": BLOCK, "BLOCK_HEADS": BLOCK_ROWS}
+    yield Variant("add_to_page_mass", adding)
+    yield Variant("add_to_page_mass", {**adding, "peaks": None, "normaliser": None})
     for head_size in HEAD_SIZES:
         head = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": head_size}
         yield Variant("key_direction_sums", {"PAGE_TOKENS": 16, "TILE_PAGES": KEY_TILE_TOKENS // 16, **head})
-        yield Variant("key_anchors", head)
-        yield Variant("add_to_key_difference", {"PAGE_TOKENS": 16, **head, "BLOCK": 16})
+        yield Variant("key_anchors", {**head, "BLOCK": BLOCK_ROWS})
+        yield Variant("add_to_key_difference", {"PAGE_TOKENS": 16, **head, "BLOCK": BLOCK_ROWS})
     yield Variant("gather_row", {"PAGE_TOKENS": 16, "BLOCK": BLOCK})
 
 

@@ -47,8 +47,8 @@ MIN_TILE_HEADS, MAX_TILE_HEADS = 16, 64
 #: About how many programs fill a GPU (132 multiprocessors, several each, of unequal length), and the most tiles that
 #: one of them takes, so that a single long row is shared.
 FULL_GRID, MAX_TILES_PER_PROGRAM = 2048, 32
-#: Pages per program of the small kernels that add up.
-BLOCK = 128
+#: Pages that the small kernels which add up take at once, and with them query heads or programs.
+BLOCK, NORMALISER_BLOCK, BLOCK_ROWS = 128, 1024, 16
 _MAX_PAGE_TOKENS = 256
 _LOG2_E = math.log2(math.e)
 
@@ -242,7 +242,7 @@ def _page_mass_pass(
     )
     if not has_lse:
         kernels.normalisers[(num_observed, num_heads)](
-            sums, peaks, visible_tokens, enabled, normaliser, max_pages, num_tiles, **layout, BLOCK=BLOCK
+            sums, peaks, visible_tokens, enabled, normaliser, max_pages, num_tiles, **layout, BLOCK=NORMALISER_BLOCK
         )
     kernels.add_to_page_mass[(num_observed, -(-max_pages // BLOCK))](
         sums,
@@ -258,6 +258,7 @@ def _page_mass_pass(
         page_mass.stride(0),
         **layout,
         BLOCK=BLOCK,
+        BLOCK_HEADS=BLOCK_ROWS,
     )
 
 
@@ -332,8 +333,10 @@ def add_key_difference(
             TILE_PAGES=tile_pages,
             **head,
         )
-        kernels.key_anchors[(len(tokens), num_kv_heads)](program_directions, enabled, anchors, programs, **head)
-        kernels.add_to_key_difference[(len(tokens), -(-max_pages // 16))](
+        kernels.key_anchors[(len(tokens), num_kv_heads)](
+            program_directions, enabled, anchors, programs, **head, BLOCK=BLOCK_ROWS
+        )
+        kernels.add_to_key_difference[(len(tokens), -(-max_pages // BLOCK_ROWS))](
             page_directions,
             anchors,
             tokens,
@@ -345,7 +348,7 @@ def add_key_difference(
             result.stride(0),
             PAGE_TOKENS=page_tokens,
             **head,
-            BLOCK=16,
+            BLOCK=BLOCK_ROWS,
         )
 
 

@@ -217,6 +217,7 @@ def add_to_page_mass(
     PAGE_TOKENS: tl.constexpr,
     TILE_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
     """Some pages of one query. Grid [observed, pages]."""
     if enabled is not None and tl.load(enabled) == 0:
@@ -228,13 +229,18 @@ def add_to_page_mass(
     if tl.program_id(1) * BLOCK * PAGE_TOKENS >= visible:
         return
     mass = tl.full([BLOCK], 0.0, tl.float32)
-    for head in range(num_heads):
+    # Several heads at once, because each load takes long and there is little to hide it behind.
+    for first_head in range(0, num_heads, BLOCK_HEADS):
+        head = first_head + tl.arange(0, BLOCK_HEADS)
         list_head = observed * num_heads + head
-        head_sums = tl.load(sums + list_head * max_pages + page, mask=is_seen, other=0.0)
+        is_read = (head < num_heads)[:, None] & is_seen[None, :]
+        head_sums = tl.load(sums + (list_head * max_pages)[:, None] + page[None, :], mask=is_read, other=0.0)
         if normaliser is not None:
-            peak = tl.load(peaks + list_head * num_tiles + page // TILE_PAGES, mask=is_seen, other=0.0)
-            head_sums *= tl.exp2(peak - tl.load(normaliser + list_head))
-        mass += head_sums
+            tile = (page // TILE_PAGES)[None, :]
+            peak = tl.load(peaks + (list_head * num_tiles)[:, None] + tile, mask=is_read, other=0.0)
+            log_total = tl.load(normaliser + list_head, mask=head < num_heads, other=0.0)
+            head_sums *= tl.exp2(peak - log_total[:, None])
+        mass += tl.sum(head_sums, axis=0)
     place = page_mass + observed * mass_stride + page
     tl.store(place, tl.load(place, mask=is_seen, other=0.0) + weight * mass, mask=is_seen)
 
@@ -308,6 +314,7 @@ def key_anchors(
     num_programs,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The mean direction of all keys of one row and KV head, of length 1. Grid [row, KV head]."""
     if enabled is not None and tl.load(enabled) == 0:
@@ -316,9 +323,11 @@ def key_anchors(
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     in_head = dim < HEAD_SIZE
     total = tl.full([HEAD_SIZE_PADDED], 0.0, tl.float32)
-    for program in range(num_programs):
-        at = (row_head * num_programs + program) * HEAD_SIZE + dim
-        total += tl.load(program_directions + at, mask=in_head, other=0.0)
+    for first in range(0, num_programs, BLOCK):
+        program = first + tl.arange(0, BLOCK)
+        at = ((row_head * num_programs + program) * HEAD_SIZE)[:, None] + dim[None, :]
+        is_read = (program < num_programs)[:, None] & in_head[None, :]
+        total += tl.sum(tl.load(program_directions + at, mask=is_read, other=0.0), axis=0)
     square = tl.sum(total * total, axis=0)
     length = tl.where(square > 0, tl.sqrt(square), 1.0)
     tl.store(anchors + row_head * HEAD_SIZE + dim, total / length, mask=in_head)
