@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -185,16 +186,24 @@ def _key_difference(device: str) -> Iterator[Check]:
         if device == "cuda" and case.get("key_dtype") == torch.float8_e4m3fn and not _has_e4m3():
             continue
         batch = make_batch(heads=case["kv_heads"], requests=tuple((n, 1) for n in lengths), device=device, **case)
-        shared = dict(
+        num_tokens = torch.tensor(lengths, dtype=torch.int32)
+        got = torch.zeros(batch.block_table.shape, device=device)
+        add_key_difference(
+            key_cache=batch.key_cache,
             block_table=batch.block_table,
-            num_tokens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            num_tokens=num_tokens.to(device),
+            key_difference=got,
             weight=1.0,
         )
-        got = torch.zeros(batch.block_table.shape, device=device)
-        add_key_difference(key_cache=batch.key_cache, key_difference=got, **shared)
-        expected = torch.zeros_like(got, dtype=torch.float64)
-        key_difference_reference(key_cache=batch.keys(), key_difference=expected, compute_dtype=torch.float64, **shared)
-        error = (got.double() - expected).abs().nan_to_num(nan=float("inf")).max().item()
+        expected = torch.zeros(got.shape, dtype=torch.float64)
+        key_difference_reference(
+            key_cache=batch.keys().cpu(),
+            block_table=batch.block_table.cpu(),
+            num_tokens=num_tokens,
+            key_difference=expected,
+            compute_dtype=torch.float64,
+        )
+        error = (got.cpu().double() - expected).abs().nan_to_num(nan=float("inf")).max().item()
         yield Check(f"key difference, {name}", error, 1e-5 * case["kv_heads"])
 
 
@@ -376,4 +385,10 @@ def _copy_bandwidth(device: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        print("gpu-check: FAILED")
+        status = 1
+    sys.exit(status)

@@ -95,16 +95,17 @@ class Batch:
         """float32 [num_tokens, num_heads], of observed queries; NaN elsewhere. Transposed in memory, as FA's."""
         num_tokens, num_heads, _ = self.query.shape
         result = torch.full((num_heads, num_tokens), float("nan"), device=self.query.device)
-        keys = self.keys().repeat_interleave(num_heads // self.key_cache.shape[2], dim=1)
+        keys = self.keys()
         for token, row, visible in zip(self.token, self.row, self.visible_tokens, strict=True):
             if visible == 0 or row < 0:
                 continue
             blocks = self.block_table[int(row), : -(-int(visible) // self.page_tokens)].long()
-            seen = keys[blocks].transpose(0, 1).flatten(1, 2)[:, :visible]
-            logits = torch.einsum("hd,htd->ht", self.query[token].double(), seen) * self.scale
+            seen = keys[blocks].transpose(0, 1).flatten(1, 2)[:, : int(visible)]
+            seen = seen.repeat_interleave(num_heads // len(seen), dim=0)
+            logits = torch.einsum("hd,htd->ht", self.query[int(token)].double(), seen) * self.scale
             if self.softcap:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
-            result[:, token] = torch.logsumexp(logits, dim=-1)
+            result[:, int(token)] = torch.logsumexp(logits, dim=-1)
         return result.t()
 
     def only(self, chosen: torch.Tensor) -> "Batch":
