@@ -24,6 +24,14 @@ import math
 import torch
 
 from vllm_evict.scores import triton_kernels as kernels
+from vllm_evict.scores.triton_arguments import (
+    validate_gate_and_scratch,
+    validate_int32,
+    validate_key_cache,
+    validate_options,
+    validate_queries,
+    validate_table,
+)
 
 __all__ = [
     "add_key_difference",
@@ -34,11 +42,9 @@ __all__ = [
     "warm_up",
 ]
 
-QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: What a call allocates at most when no scratch is given; a longer list of queries or rows is done in several passes.
 MAX_SCRATCH_BYTES = 256 << 20
-#: Tokens of a tile, unless a page is larger: 64 keys of 128 bf16 are 16 KiB, of which two or three are in flight.
+#: Tokens of a tile, unless a page is larger: 64 keys of 128 bf16 are 16 KiB, and a multiprocessor has several programs.
 TILE_TOKENS = 64
 #: The same for key difference, where a tile is in registers, as float32.
 KEY_TILE_TOKENS = 32
@@ -49,7 +55,6 @@ MIN_TILE_HEADS, MAX_TILE_HEADS = 16, 64
 FULL_GRID, MAX_TILES_PER_PROGRAM = 2048, 32
 #: Pages that the small kernels which add up take at once, and with them query heads or programs.
 BLOCK, NORMALISER_BLOCK, BLOCK_ROWS = 128, 1024, 16
-_MAX_PAGE_TOKENS = 256
 _LOG2_E = math.log2(math.e)
 
 
@@ -108,8 +113,8 @@ def add_page_mass(
     the visible ones and pages of others do not influence the result, NaN or not. fp32 throughout; the same bits
     every time.
     """
-    _validate_queries(query, key_cache, block_table, token, row, visible_tokens, page_mass)
-    _validate_options(query, key_cache, log_sum_exp, k_scale, enabled, scratch)
+    validate_queries(query, key_cache, block_table, token, row, visible_tokens, page_mass)
+    validate_options(query, key_cache, log_sum_exp, k_scale, enabled, scratch)
     num_observed, num_heads, head_size = len(token), query.shape[1], query.shape[2]
     page_tokens, num_kv_heads, max_pages = key_cache.shape[1], key_cache.shape[2], block_table.shape[1]
     has_lse = log_sum_exp is not None
@@ -295,10 +300,10 @@ def add_key_difference(
     Reads K once and writes one float32 vector per page and KV head (of 16 bfloat16 tokens, an eighth of K).
     Garbage and fp32 as in `add_page_mass`.
     """
-    _validate_key_cache(key_cache)
-    _validate_table(block_table, key_difference, len(block_table), "key_difference")
-    _validate_int32("num_tokens", num_tokens, len(block_table))
-    _validate_gate_and_scratch(enabled, scratch)
+    validate_key_cache(key_cache)
+    validate_table(block_table, key_difference, len(block_table), "key_difference")
+    validate_int32("num_tokens", num_tokens, len(block_table))
+    validate_gate_and_scratch(enabled, scratch)
     page_tokens, num_kv_heads, head_size = key_cache.shape[1:]
     num_rows, max_pages = block_table.shape
     per_row = key_difference_scratch(
@@ -373,8 +378,8 @@ def gather_rows(
     Example, pages of 16 tokens: table [[7, 9, 5], [4, 0, 0]], lens [33, 3], slots [1, -1, 0] make
         out_table [[4, 0, 0], [0, 0, 0], [7, 9, 5]]     out_lens [3, 0, 33]
     """
-    _validate_int32("slots", slots, len(slots))
-    _validate_int32("lens", lens, len(table))
+    validate_int32("slots", slots, len(slots))
+    validate_int32("lens", lens, len(table))
     for name, pages in (("table", table), ("out_table", out_table)):
         if pages.dim() != 2 or pages.dtype != torch.int32 or pages.stride(1) != 1:
             raise ValueError(f"gather_rows: {name} must be int32 [rows, pages] with contiguous rows")
@@ -470,106 +475,3 @@ def _scratch_of(
 
 def _split(scratch: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
     return scratch[:elements], scratch[elements:]
-
-
-# ---- validation ----------------------------------------------------------------
-
-
-def _validate_queries(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    token: torch.Tensor,
-    row: torch.Tensor,
-    visible_tokens: torch.Tensor,
-    page_mass: torch.Tensor,
-) -> None:
-    _validate_key_cache(key_cache)
-    if query.dtype not in QUERY_DTYPES or key_cache.dtype not in (query.dtype, *FP8_DTYPES):
-        raise ValueError(
-            f"page mass: query is {query.dtype}, key_cache {key_cache.dtype}; a query is one of {[*QUERY_DTYPES]}, "
-            f"keys are the same or one of {[*FP8_DTYPES]}"
-        )
-    num_kv_heads, head_size = key_cache.shape[2:]
-    if query.dim() != 3 or query.shape[2] != head_size or query.stride(2) != 1:
-        raise ValueError(
-            f"page mass: query has shape {tuple(query.shape)} and strides {query.stride()}, expected "
-            f"[num_tokens, num_heads, {head_size}] with contiguous heads"
-        )
-    if query.shape[1] % num_kv_heads:
-        raise ValueError(f"page mass: {query.shape[1]} query heads are no multiple of {num_kv_heads} KV heads")
-    num_observed = len(token)
-    _validate_int32("token", token, num_observed)
-    _validate_int32("row", row, num_observed)
-    _validate_int32("visible_tokens", visible_tokens, num_observed)
-    _validate_table(block_table, page_mass, num_observed, "page_mass")
-
-
-def _validate_options(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    log_sum_exp: torch.Tensor | None,
-    k_scale: torch.Tensor | float | None,
-    enabled: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-) -> None:
-    if log_sum_exp is not None and (log_sum_exp.dtype != torch.float32 or log_sum_exp.shape != query.shape[:2]):
-        raise ValueError(
-            f"page mass: log_sum_exp must be float32 {tuple(query.shape[:2])}, got {log_sum_exp.dtype} "
-            f"{tuple(log_sum_exp.shape)}"
-        )
-    num_kv_heads = key_cache.shape[2]
-    if isinstance(k_scale, torch.Tensor) and (
-        k_scale.dtype != torch.float32 or k_scale.dim() > 1 or k_scale.numel() not in (1, num_kv_heads)
-    ):
-        raise ValueError(
-            f"page mass: k_scale must be a number or float32 [1] or [{num_kv_heads}], got {k_scale.dtype} "
-            f"{tuple(k_scale.shape)}"
-        )
-    _validate_gate_and_scratch(enabled, scratch)
-
-
-def _validate_key_cache(key_cache: torch.Tensor) -> None:
-    if key_cache.dim() != 4 or key_cache.stride(3) != 1:
-        raise ValueError(
-            f"key_cache has shape {tuple(key_cache.shape)} and strides {key_cache.stride()}, expected [num_blocks, "
-            "page_tokens, num_kv_heads, head_size] with contiguous heads"
-        )
-    page_tokens = key_cache.shape[1]
-    if page_tokens != _power_of_two(page_tokens) or page_tokens > _MAX_PAGE_TOKENS:
-        raise ValueError(f"a page of {page_tokens} tokens: set --block-size to a power of two up to {_MAX_PAGE_TOKENS}")
-    if key_cache.dtype not in QUERY_DTYPES + FP8_DTYPES:
-        raise ValueError(
-            f"key_cache is {key_cache.dtype}, supported: {[*QUERY_DTYPES, *FP8_DTYPES]} (view bytes as them)"
-        )
-    if key_cache.dtype == torch.float8_e4m3fn and key_cache.is_cuda:
-        capability = torch.cuda.get_device_capability(key_cache.device)
-        if capability < (8, 9):
-            raise ValueError(
-                f"key_cache is float8_e4m3fn, which needs compute capability 8.9, not {capability}: use e5m2"
-            )
-
-
-def _validate_table(block_table: torch.Tensor, result: torch.Tensor, num_results: int, name: str) -> None:
-    if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.stride(1) != 1:
-        raise ValueError("block_table must be int32 [num_rows, max_pages] with contiguous rows")
-    max_pages = block_table.shape[1]
-    if result.dtype != torch.float32 or result.dim() != 2 or result.stride(1) != 1:
-        raise ValueError(f"{name} must be float32 with two dimensions and contiguous rows, got {result.dtype}")
-    if len(result) != num_results or result.shape[1] < max_pages:
-        raise ValueError(f"{name} has shape {tuple(result.shape)}, expected [{num_results}, >= {max_pages}]")
-
-
-def _validate_int32(name: str, values: torch.Tensor, length: int) -> None:
-    if values.dtype != torch.int32 or values.shape != (length,) or not values.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous int32 [{length}], got {values.dtype} {tuple(values.shape)}, strides "
-            f"{values.stride()}"
-        )
-
-
-def _validate_gate_and_scratch(enabled: torch.Tensor | None, scratch: torch.Tensor | None) -> None:
-    if enabled is not None and (enabled.dtype != torch.int32 or enabled.numel() != 1):
-        raise ValueError(f"enabled must be int32 [1], got {enabled.dtype} {tuple(enabled.shape)}")
-    if scratch is not None and (scratch.dtype != torch.float32 or scratch.dim() != 1 or not scratch.is_contiguous()):
-        raise ValueError(f"scratch must be contiguous float32 with one dimension, got {scratch.dtype}")
