@@ -79,6 +79,19 @@ def _wrap_engine_args() -> None:
     EngineArgs.create_engine_config = create_engine_config_with_eviction
 
 
+def add_attention_backend(name: str, class_path: str) -> AttentionBackendEnum:
+    """``--attention-backend NAME`` gives layers the class at ``class_path``. Idempotent.
+
+    vLLM can add a member to its enumeration, but would pickle it by value, and a worker unpickles its config before
+    it loads the plugins that add the member: so it is pickled as a call of this function. Remove that when every
+    supported vLLM unpickles members that a plugin has added.
+    """
+    if name not in AttentionBackendEnum.__members__:
+        register_backend(name, class_path)
+        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (add_attention_backend, (name, class_path))
+    return AttentionBackendEnum[name]
+
+
 @contextmanager
 def attention_backends(overrides: dict[AttentionBackendEnum, str], vllm_config: VllmConfig) -> Iterator[None]:
     """Within the block, layers of the engine of ``vllm_config`` that choose a backend in ``overrides`` get ours.

@@ -5,7 +5,8 @@ vLLM swallows an import error here, so this module stays trivial.
 
 
 def register() -> None:
-    """Teach vLLM the ``--kv-eviction`` flags. Without them nothing else changes."""
-    from vllm_evict.engine.compat import hook_engine_args
+    """Teach vLLM the ``--kv-eviction`` flags and ``--attention-backend XFORMERS``. Nothing else changes."""
+    from vllm_evict.engine.compat import add_attention_backend, hook_engine_args
 
     hook_engine_args()
+    add_attention_backend("XFORMERS", "vllm_evict.engine.attention.xformers.XFormersBackend")
