@@ -488,6 +488,15 @@ class Engine:
 
         scheduler.schedule = watched_schedule
         pool.get_new_blocks = watched_get_new_blocks
+        if hasattr(self.runner, "prepare_inputs"):  # the V2 model runner
+            prepare_inputs = self.runner.prepare_inputs
+
+            def watched_prepare_inputs(*args, **kwargs):
+                batch = prepare_inputs(*args, **kwargs)
+                self._step["request_ids"] = batch.req_ids
+                return batch
+
+            self.runner.prepare_inputs = watched_prepare_inputs
         self._hook = self.runner.model.register_forward_pre_hook(self._watch_forward, with_kwargs=True)
 
     def _watch_forward(self, module, args, kwargs) -> None:
@@ -506,7 +515,8 @@ class Engine:
             if request_id in cached.resumed_req_ids:
                 cached_starts[request_id] = num_computed
         rows = {}
-        for index, request_id in enumerate(self.runner.input_batch.req_ids):
+        request_ids = self._step.get("request_ids") or self.runner.input_batch.req_ids
+        for index, request_id in enumerate(request_ids):
             request = self.scheduler.requests[request_id]
             num_scheduled = output.num_scheduled_tokens[request_id]
             start, stop = starts[index], starts[index + 1]

@@ -7,14 +7,14 @@ resident pages only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_evict.engine.messages import EvictionUpdate
-from vllm_evict.scores.aggregate import PageMass
 
 
 @dataclass
@@ -22,26 +22,33 @@ class ResidentRequest:
     """One request's resident pages.
 
     Args:
-        pages: int32 ``[n]`` logical pages, ascending.
-        block_ids: int32 ``[n]`` the block that holds each.
+        life: number of this stretch between (re)start and preemption or end, unique in this process.
+        first_query: tokens that were computed elsewhere when this life began (prefix cache).
+        pages: int32 ``[n]`` logical pages, ascending. Replaced when it changes, never written to.
+        block_ids: int32 ``[n]`` the block that holds each. Replaced as ``pages`` is.
         num_pages: logical pages so far, holes included.
         num_computed_tokens: tokens before this step (positions of its queries start here).
         num_scheduled_tokens: tokens of this step; 0 if it sits the step out.
-        mass: attention mass of the same ``n`` pages, if scores are kept.
 
     """
 
+    life: int
+    first_query: int
     pages: np.ndarray
     block_ids: np.ndarray
     num_pages: int
     num_computed_tokens: int
     num_scheduled_tokens: int = 0
-    mass: PageMass | None = None
 
     @property
     def num_holes(self) -> int:
         """Logical pages that are gone."""
         return self.num_pages - len(self.pages)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens seen when this step is over, evicted ones included."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
 
     def append(self, block_ids: Sequence[int]) -> None:
         """New pages at the end."""
@@ -49,8 +56,6 @@ class ResidentRequest:
         self.pages = np.append(self.pages, np.arange(self.num_pages, self.num_pages + num_new, dtype=np.int32))
         self.block_ids = np.append(self.block_ids, np.asarray(block_ids, dtype=np.int32))
         self.num_pages += num_new
-        if self.mass is not None:
-            self.mass.append(num_new)
 
     def punch(self, holes: Sequence[int]) -> None:
         """Drop the logical pages in ``holes``; each must be resident."""
@@ -58,8 +63,6 @@ class ResidentRequest:
         assert len(kept) - kept.sum() == len(holes), "a hole names a page that is not resident"
         self.pages = self.pages[kept]
         self.block_ids = self.block_ids[kept]
-        if self.mass is not None:
-            self.mass.keep(kept)
 
 
 class ResidentTable:
@@ -67,15 +70,14 @@ class ResidentTable:
 
     Args:
         group_id: index of the group in ``block_ids`` tuples.
-        make_mass: builds the accumulator of a request whose first query stands at
-            the given position; None if no scores are kept.
 
     """
 
-    def __init__(self, group_id: int, make_mass: Callable[[int], PageMass] | None) -> None:
+    def __init__(self, group_id: int) -> None:
         self._group_id = group_id
-        self._make_mass = make_mass
         self._requests: dict[str, ResidentRequest] = {}
+        self._lives = count()
+        self._ended: list[int] = []
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -83,10 +85,15 @@ class ResidentTable:
     def __getitem__(self, request_id: str) -> ResidentRequest:
         return self._requests[request_id]
 
+    def take_ended(self) -> list[int]:
+        """Lives that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def apply(self, output: SchedulerOutput, update: EvictionUpdate) -> None:
         """Follow the scheduler through one step, before the step's forward pass."""
         for request_id in output.finished_req_ids | (output.preempted_req_ids or set()):
-            self._requests.pop(request_id, None)
+            self._end(request_id)
         scheduled = output.num_scheduled_tokens
         started = set()
         for new in output.scheduled_new_reqs:
@@ -119,10 +126,15 @@ class ResidentTable:
         num_computed_tokens: int,
         update: EvictionUpdate,
     ) -> None:
+        self._end(request_id)
         empty = np.empty(0, dtype=np.int32)
-        mass = self._make_mass(num_computed_tokens) if self._make_mass is not None else None
-        request = ResidentRequest(empty, empty, 0, num_computed_tokens, mass=mass)
+        request = ResidentRequest(next(self._lives), num_computed_tokens, empty, empty, 0, num_computed_tokens)
         request.append(block_ids[self._group_id])
         if request_id in update.holes:
             request.punch(update.holes[request_id])
         self._requests[request_id] = request
+
+    def _end(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._ended.append(request.life)
