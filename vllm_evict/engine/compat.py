@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_evict.engine.metrics import EvictionMetrics
 
 _MARK = "_vllm_evict_hooked"
+_XFORMERS = "XFORMERS"
 
 
 def hook_engine_args() -> None:
@@ -79,17 +80,17 @@ def _wrap_engine_args() -> None:
     EngineArgs.create_engine_config = create_engine_config_with_eviction
 
 
-def add_attention_backend(name: str, class_path: str) -> AttentionBackendEnum:
-    """``--attention-backend NAME`` gives layers the class at ``class_path``. Idempotent.
+def xformers_backend() -> AttentionBackendEnum:
+    """``--attention-backend XFORMERS``, which vLLM has dropped. Idempotent.
 
     vLLM can add a member to its enumeration, but would pickle it by value, and a worker unpickles its config before
     it loads the plugins that add the member: so it is pickled as a call of this function. Remove that when every
     supported vLLM unpickles members that a plugin has added.
     """
-    if name not in AttentionBackendEnum.__members__:
-        register_backend(name, class_path)
-        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (add_attention_backend, (name, class_path))
-    return AttentionBackendEnum[name]
+    if _XFORMERS not in AttentionBackendEnum.__members__:
+        register_backend(_XFORMERS, "vllm_evict.engine.attention.xformers.XFormersBackend")
+        AttentionBackendEnum[_XFORMERS].__reduce_ex__ = lambda protocol: (xformers_backend, ())
+    return AttentionBackendEnum[_XFORMERS]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ vLLM swallows an import error here, so this module stays trivial.
 
 def register() -> None:
     """Teach vLLM the ``--kv-eviction`` flags and ``--attention-backend XFORMERS``. Nothing else changes."""
-    from vllm_evict.engine.compat import add_attention_backend, hook_engine_args
+    from vllm_evict.engine.compat import hook_engine_args, xformers_backend
 
     hook_engine_args()
-    add_attention_backend("XFORMERS", "vllm_evict.engine.attention.xformers.XFormersBackend")
+    xformers_backend()

@@ -10,24 +10,21 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_evict.engine.configure import config_of
-from vllm_evict.engine.spec import EvictingAttentionSpec
+from vllm_evict.engine.attention.paged_gpu import EvictingBackendMixin
 
 if TYPE_CHECKING:
-    from vllm_evict.engine.attention.xformers_impl import XFormersImpl, XFormersMetadataBuilder
+    from vllm_evict.engine.attention import xformers_impl as impl
 
 INSTALL = "xformers is not installed: pip install 'vllm-evict[xformers]'"
 
 
 class XFormersBackend(AttentionBackend):
-    """Decoder self-attention over the paged cache with xFormers' split-K kernel, evicting or not."""
+    """Decoder self-attention over the paged cache with xFormers' split-K kernel."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -38,25 +35,16 @@ class XFormersBackend(AttentionBackend):
         return "XFORMERS"
 
     @staticmethod
-    def get_impl_cls() -> type[XFormersImpl]:
+    def get_impl_cls() -> type[impl.XFormersImpl]:
         from vllm_evict.engine.attention.xformers_impl import XFormersImpl
 
         return XFormersImpl
 
     @staticmethod
-    def get_builder_cls() -> type[XFormersMetadataBuilder]:
+    def get_builder_cls() -> type[impl.XFormersMetadataBuilder]:
         from vllm_evict.engine.attention.xformers_impl import XFormersMetadataBuilder
 
         return XFormersMetadataBuilder
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        # Without eviction vLLM's own worker asks, outside of any config.
-        vllm_config = get_current_vllm_config_or_none()
-        if vllm_config is None or type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
-            return spec
-        config = config_of(vllm_config)
-        return EvictingAttentionSpec.from_full_attention(spec, config, vllm_config) if config.enabled else spec
 
     # ---- what fits: vLLM asks, and refuses by name ----------------------------------
 
@@ -88,3 +76,19 @@ class XFormersBackend(AttentionBackend):
     def validate_configuration(cls, *args, **kwargs) -> list[str]:
         missing = [] if find_spec("xformers") else [INSTALL]
         return missing + super().validate_configuration(*args, **kwargs)
+
+
+class EvictionXFormersBackend(EvictingBackendMixin, XFormersBackend):
+    """``XFORMERS``, evicting."""
+
+    @staticmethod
+    def get_impl_cls() -> type[impl.EvictionXFormersImpl]:
+        from vllm_evict.engine.attention.xformers_impl import EvictionXFormersImpl
+
+        return EvictionXFormersImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[impl.EvictionXFormersMetadataBuilder]:
+        from vllm_evict.engine.attention.xformers_impl import EvictionXFormersMetadataBuilder
+
+        return EvictionXFormersMetadataBuilder

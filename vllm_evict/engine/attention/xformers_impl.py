@@ -29,9 +29,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, SlidingWindowSpec
 from xformers.ops.fmha import Inputs, triton_splitk
 from xformers.ops.fmha import attn_bias as bias
 
-from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
+from vllm_evict.engine.attention.paged_gpu import PagedGPUBuilderMixin, add_page_mass
 from vllm_evict.engine.attention.slices import QuerySlices, cut_queries, power_of_two
-from vllm_evict.engine.runtime import MassRequest
 
 QUERIES_PER_SLICE = 16
 """The most queries in a row that xFormers allows under a causal mask."""
@@ -64,10 +63,9 @@ class XFormersMetadata(AttentionMetadata):
     """A step's calls; they are the same in all layers."""
 
     calls: list[XFormersCall]
-    mass_request: MassRequest | None = None
 
 
-class XFormersStepBuilder(AttentionMetadataBuilder[XFormersMetadata]):
+class XFormersMetadataBuilder(AttentionMetadataBuilder[XFormersMetadata]):
     """Cuts a step's queries into calls."""
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config, device: torch.device) -> None:
@@ -122,12 +120,11 @@ class XFormersStepBuilder(AttentionMetadataBuilder[XFormersMetadata]):
         table: int32 ``[rows, pages]``.
         """
         rows, per_slice = slices.num_rows, slices.queries_per_slice
-        starts = list(range(0, (rows + 1) * per_slice, per_slice))
         queries = bias._SeqLenInfo(
             seqstart=torch.arange(0, (rows + 1) * per_slice, per_slice, dtype=torch.int32, device=self.device),
             max_seqlen=per_slice,
             min_seqlen=per_slice,
-            seqstart_py=starts,
+            seqstart_py=range(0, (rows + 1) * per_slice, per_slice),
         )
         capacity = table.shape[1] * self.page_tokens
         if self.window_tokens:
@@ -145,7 +142,7 @@ class XFormersStepBuilder(AttentionMetadataBuilder[XFormersMetadata]):
             seqstart=torch.arange(0, (rows + 1) * capacity, capacity, dtype=torch.int32, device=self.device),
             max_seqlen=capacity,
             min_seqlen=0,
-            seqstart_py=list(range(0, (rows + 1) * capacity, capacity)),
+            seqstart_py=range(0, (rows + 1) * capacity, capacity),
             seqlen=seq_lens,
             seqlen_py=[capacity] * rows,
             padding=capacity,
@@ -153,12 +150,8 @@ class XFormersStepBuilder(AttentionMetadataBuilder[XFormersMetadata]):
         return bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(queries, keys, table, self.page_tokens)
 
 
-class XFormersMetadataBuilder(ResidentPagesBuilderMixin, XFormersStepBuilder):
-    """The same from resident pages, where a worker evicts."""
-
-
 class XFormersImpl(AttentionImpl[XFormersMetadata]):
-    """Attention of one layer, then page mass where the step asks for it."""
+    """Attention of one layer."""
 
     def __init__(
         self,
@@ -187,6 +180,7 @@ class XFormersImpl(AttentionImpl[XFormersMetadata]):
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads
+        self.logits_soft_cap = None
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
@@ -224,16 +218,21 @@ class XFormersImpl(AttentionImpl[XFormersMetadata]):
         assert output_scale is None and output_block_scale is None, "vLLM fuses what the backend has not offered"
         if attn_metadata is None:  # profiling
             return output.fill_(0)
+        self.attend(query, kv_cache, attn_metadata, output)
+        return output
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: XFormersMetadata,
+        output: torch.Tensor,
+        log_sum_exp: torch.Tensor | None = None,
+    ) -> None:
+        """All of a step's calls, into ``output`` and, if given, ``log_sum_exp`` (natural, ``[tokens, num_heads]``)."""
         key_cache, value_cache = self._halves(kv_cache)
-        request = attn_metadata.mass_request
-        log_sum_exp = None
-        if request is not None:
-            log_sum_exp = query.new_empty(query.shape[:2], dtype=torch.float32)
         for call in attn_metadata.calls:
             self._attend(call, query, key_cache, value_cache, output, log_sum_exp)
-        if request is not None:
-            self._observe(request, query, key_cache, log_sum_exp)
-        return output
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V ``[num_blocks, block_size, num_kv_heads, head_size]``, views."""
@@ -248,7 +247,6 @@ class XFormersImpl(AttentionImpl[XFormersMetadata]):
         output: torch.Tensor,
         log_sum_exp: torch.Tensor | None,
     ) -> None:
-        """Compute one call into ``output`` and, if given, ``log_sum_exp`` (natural, ``[num_tokens, num_heads]``)."""
         heads_per_kv_head = self.num_heads // self.num_kv_heads
         rows = call.mask.block_tables.shape[0]
         per_slice = call.mask.q_seqinfo.max_seqlen
@@ -273,24 +271,33 @@ class XFormersImpl(AttentionImpl[XFormersMetadata]):
             by_place = context.lse.view(self.num_heads, -1).T  # [places, num_heads]
             log_sum_exp[call.query] = by_place[call.place].to(log_sum_exp.dtype)
 
-    def _observe(
-        self, request: MassRequest, query: torch.Tensor, key_cache: torch.Tensor, log_sum_exp: torch.Tensor
-    ) -> None:
-        from vllm_evict.scores.triton import add_page_mass
 
-        with request.stopwatch:
-            add_page_mass(
-                query=query,
-                key_cache=key_cache,
-                block_table=request.block_table,
-                token=request.observed.token,
-                row=request.observed.row,
-                visible_tokens=request.observed.visible_tokens,
-                page_mass=request.page_mass,
-                scale=self.scale,
-                weight=request.layer_weight / self.num_heads,
-                log_sum_exp=log_sum_exp,
-            )
+class EvictionXFormersMetadataBuilder(PagedGPUBuilderMixin, XFormersMetadataBuilder):
+    """The same from resident pages."""
+
+
+class EvictionXFormersImpl(XFormersImpl):
+    """The same, then page mass where the step asks for it."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: XFormersMetadata | None,
+        output: torch.Tensor,
+        *args,
+        **kwargs,
+    ) -> torch.Tensor:
+        request = getattr(attn_metadata, "mass_request", None)
+        if request is None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        log_sum_exp = query.new_empty(query.shape[:2], dtype=torch.float32)
+        self.attend(query, kv_cache, attn_metadata, output, log_sum_exp)
+        add_page_mass(self, request, query, kv_cache, log_sum_exp)
+        return output
 
 
 def _one_row(cache: torch.Tensor, heads_per_kv_head: int) -> torch.Tensor:
