@@ -60,9 +60,13 @@ class XFormersCall:
 
 @dataclass
 class XFormersMetadata(AttentionMetadata):
-    """A step's calls; they are the same in all layers."""
+    """A step's calls, which are the same in all layers; and the step as vLLM gave it, as other backends keep it."""
 
     calls: list[XFormersCall]
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
 
 
 class XFormersMetadataBuilder(AttentionMetadataBuilder[XFormersMetadata]):
@@ -98,7 +102,13 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder[XFormersMetadata]):
                     padding_tokens=_NOBODY,
                 )
                 calls.append(self._call(slices, common_attn_metadata))
-        return XFormersMetadata(calls)
+        return XFormersMetadata(
+            calls,
+            query_start_loc=common_attn_metadata.query_start_loc,
+            seq_lens=common_attn_metadata.seq_lens,
+            block_table=common_attn_metadata.block_table_tensor,
+            slot_mapping=common_attn_metadata.slot_mapping,
+        )
 
     def _call(self, slices: QuerySlices, common: CommonAttentionMetadata) -> XFormersCall:
         parts = (slices.source, slices.request, slices.tokens_after, slices.place, slices.query)
@@ -262,6 +272,7 @@ class XFormersImpl(AttentionImpl[XFormersMetadata]):
             programs=rows * self.num_kv_heads,
             key_tokens=call.mask.block_tables.shape[1] * call.mask.page_size,
             query_rows=per_slice * heads_per_kv_head,
+            head_size=self.head_size,
         )
         # Not through memory_efficient_attention(): its checks, made anew for every layer and step, were made at
         # start-up, and one of them wants xFormers' C++ library, which this kernel does not use.
@@ -319,20 +330,27 @@ def _one_row(cache: torch.Tensor, heads_per_kv_head: int) -> torch.Tensor:
     )
 
 
-def _operator(*, page_tokens: int, programs: int, key_tokens: int, query_rows: int) -> type[triton_splitk.FwOp]:
+def _operator(
+    *, page_tokens: int, programs: int, key_tokens: int, query_rows: int, head_size: int
+) -> type[triton_splitk.FwOp]:
     """The kernel's tiling for a call.
+
+    Tiles are as large as registers hold without spilling, and 99 KiB of shared memory: read off kernels compiled
+    for sm_80 and sm_90. (From compute capability 8.9 on, xFormers chooses its own tile of queries at head size 128.)
 
     Args:
         page_tokens: a tile of keys must divide it.
         programs: kernel programs if keys are not split.
-        key_tokens: the most keys a row can have; a power of two pages.
+        key_tokens: the most keys a row can have.
         query_rows: queries times the heads that share a KV head, the rows of a tile product.
+        head_size: elements.
 
     """
     splits = max(1, min(_PROGRAMS // programs, key_tokens // _SPLIT_TOKENS))
+    tiles = (64, 32, 16) if head_size <= 256 else (32, 16)
     return triton_splitk.FwOp.get_operator(
         1 << (splits.bit_length() - 1),
-        block_m=min(64, max(16, power_of_two(query_rows))),
-        block_n=next(tile for tile in (64, 32, 16) if page_tokens % tile == 0),
-        num_warps=2 if query_rows <= 16 else 4,
+        block_m=min(max(16, 8192 // head_size), max(16, power_of_two(query_rows)), 64),
+        block_n=next(tile for tile in tiles if page_tokens % tile == 0),
+        num_warps=2 if query_rows <= 16 and head_size <= 128 else 4,
     )
