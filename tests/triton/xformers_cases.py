@@ -1,14 +1,14 @@
-"""The XFORMERS backend's attention against a slow reference, under the interpreter: `python -m tests.triton.xformers_cases FILE`.
+"""The XFORMERS backend's attention against a slow reference, interpreted: `python -m tests.triton.xformers_cases FILE`.
 
-Writes, pickled, `{case: Errors}`. A process of its own, because xFormers' kernels are interpreted only where everything
+Writes `{case: Errors}` as JSON. A process of its own, because xFormers' kernels are interpreted only where everything
 is (see `fake_gpu`).
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ class Errors:
     Args:
         output: of the backend.
         plain: of a plain attention in the case's own precision; what can be asked for.
-        log_sum_exp: of the backend; NaN in a window's layer, which reports none.
+        log_sum_exp: of the backend.
     """
 
     output: float
@@ -84,14 +84,15 @@ def run(case: dict) -> Errors:
     start = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
     query = torch.randn(int(start[-1]), heads, head_size, generator=generator).to(dtype)
 
+    layer = dict(block_size=page, num_kv_heads=kv_heads, head_size=head_size, dtype=dtype)
     if window:
         keep_first = [max(0, tokens - queries + 1 - window) // page for queries, tokens in requests]
         for row, first in enumerate(keep_first):  # vLLM frees what lies outside of the window
             cache[table[row, :first].long()] = torch.nan
             table[row, :first] = 0
-        spec = SlidingWindowSpec(page, kv_heads, head_size, dtype, sliding_window=window)
+        spec = SlidingWindowSpec(**layer, sliding_window=window)
     else:
-        spec = FullAttentionSpec(page, kv_heads, head_size, dtype)
+        spec = FullAttentionSpec(**layer)
     builder = XFormersMetadataBuilder(spec, ["layer"], SimpleNamespace(), torch.device("cpu"))
     metadata = builder.build(
         0,
@@ -138,6 +139,16 @@ def attention(query, seen, scale):
     return torch.einsum("ht,thd->hd", logits.softmax(-1), value), logits.float().logsumexp(-1)
 
 
-if __name__ == "__main__":
+def main(path: str) -> None:
+    """Run them all."""
     pretend()
-    Path(sys.argv[1]).write_bytes(pickle.dumps({name: run(case) for name, case in CASES.items()}))
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from tests.triton.interpreter import _dot_of_numbers
+
+    InterpreterBuilder.create_dot = _dot_of_numbers
+    Path(path).write_text(json.dumps({name: asdict(run(case)) for name, case in CASES.items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
