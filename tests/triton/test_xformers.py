@@ -118,8 +118,8 @@ import pickle, sys
 from vllm.config import AttentionConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-arguments = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--attention-backend", "XFORMERS"])
-engine_args = AsyncEngineArgs.from_cli_args(arguments)
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+engine_args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", ".", "--attention-backend", "XFORMERS"]))
 config = AttentionConfig(backend=engine_args.attention_backend)
 print("member:", config.backend.name, config.backend.get_path())
 print("pickle:", pickle.dumps(config).hex())
