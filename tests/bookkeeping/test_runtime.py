@@ -108,7 +108,8 @@ class RuntimeBench(Bench):
         request = self.runtime.mass_request
         if request is None:
             return
-        assert request.layer_weight == 1 / NUM_LAYERS and request.block_table is rows.block_table
+        assert request.layer_weight == 1 / NUM_LAYERS
+        assert request.block_table.equal(rows.block_table[:, : rows.max_pages])
         observed = request.observed
         for i in range(len(observed.token)):
             start = max(token for token in first_token if token <= observed.token[i])

@@ -146,6 +146,7 @@ class Run:
     eviction: Mapping[str, object]
     chunk_tokens: int
     page_tokens: int = PAGE_TOKENS
+    steps_in_flight: int = 1
     steps: list[Step] = field(default_factory=list)
     answers: dict[str, Answer] = field(default_factory=dict)
     trace: dict[str, list[TraceLine]] = field(default_factory=dict)
@@ -356,7 +357,8 @@ class Engine:
 
     def begin(self) -> Run:
         """Start a record."""
-        self._run = Run(self.model, self.eviction, self.chunk_tokens, self.page_tokens)
+        steps_in_flight = self.core.vllm_config.max_concurrent_batches
+        self._run = Run(self.model, self.eviction, self.chunk_tokens, self.page_tokens, steps_in_flight)
         return self._run
 
     def end(self) -> Run:
@@ -526,7 +528,8 @@ class Engine:
                 epoch=request.num_preemptions,
                 num_computed_tokens=request.num_computed_tokens - num_scheduled,
                 num_scheduled_tokens=num_scheduled,
-                num_tokens=request.num_tokens,
+                # With asynchronous scheduling tokens that are being sampled count, but for this step's own.
+                num_tokens=request.num_tokens + max(request.num_output_placeholders - 1, 0),
                 num_cached_tokens=cached_starts.get(request_id, 0),
                 table=_table(self.manager.req_to_blocks[request_id]),
                 positions=tuple(positions[start:stop].tolist()),

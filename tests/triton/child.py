@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.triton.fake_gpu import pretend, use_backend, use_runner
+from tests.triton.fake_gpu import pretend, use_async_scheduling, use_backend, use_runner
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,14 @@ class Scenario:
     Args:
         runner: `"V1"` or `"V2"`.
         backend: vLLM's name of the attention backend.
+        asynchronous: whether steps are scheduled before the last one's output is read.
         engine: for `tests.engine.harness.Engine`, the model first.
         run: for its `run`.
     """
 
     runner: str
     backend: str
+    asynchronous: bool = False
     engine: dict = field(default_factory=dict)
     run: dict = field(default_factory=dict)
 
@@ -37,6 +39,7 @@ def main(scenarios_path: str, runs_path: str) -> None:
     for scenario in scenarios:
         use_runner(scenario.runner)
         use_backend(scenario.backend)
+        use_async_scheduling(scenario.asynchronous)
         arguments = dict(scenario.engine)
         with Engine(arguments.pop("model"), **arguments) as engine:
             runs.append(engine.run(**scenario.run))

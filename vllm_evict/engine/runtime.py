@@ -52,7 +52,7 @@ class MassRequest:
 
     Args:
         observed: the queries to observe, as the backend's own ``MakeObserved`` put them.
-        block_table: as in :class:`BatchRows`.
+        block_table: int32 ``[rows, max resident pages]`` of :class:`BatchRows`.
         page_mass: float32 ``[observed queries, max resident pages]``, summed up
             by the layers: each adds its mean over query heads times ``layer_weight``.
         layer_weight: 1 / number of evicting layers.
@@ -292,8 +292,9 @@ class EvictionRuntime:
             visible_tokens=np.concatenate(visible).astype(np.int32),
         )
         num_observed = sum(len(positions) for _, positions in self._spans)
-        page_mass = torch.zeros(num_observed, rows.max_pages, dtype=torch.float32, device=rows.block_table.device)
-        return MassRequest(observed, rows.block_table, page_mass, self._layer_weight, self._stopwatch)
+        block_table = rows.block_table[:, : rows.max_pages]
+        page_mass = torch.zeros(num_observed, rows.max_pages, dtype=torch.float32, device=block_table.device)
+        return MassRequest(observed, block_table, page_mass, self._layer_weight, self._stopwatch)
 
     def _observed_positions(self, first: int, num_queries: int) -> np.ndarray:
         """Positions, among this step's queries of a request, of those to observe.
