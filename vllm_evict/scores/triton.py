@@ -11,8 +11,11 @@ Example: two requests decode, the second sees 40 of its tokens (pages of 16).
     mass[1]  # pages 0..2 share num_heads: 16 + 16 + 8 tokens; pages 3..5 stay 0
 
 Nothing here waits for the device or reads a tensor on the host, so every call can be captured in a CUDA graph (give
-`scratch` then, or let the graph's pool own what a call allocates). What indices name is not checked: a row, token or
-block that is not there is the caller's fault. `enabled` switches a captured call off: 0 leaves the result alone.
+`scratch` then, or let the graph's pool own what a call allocates; `warm_up` first). `enabled` switches a captured call
+off: 0 leaves the result alone. Work follows the visible tokens, but scratch and launches follow the width of
+`block_table`: keep it no wider than a row may get.
+
+What indices name is not checked: a row, token or block that is not there is the caller's fault.
 """
 
 import functools
@@ -22,7 +25,14 @@ import torch
 
 from vllm_evict.scores import triton_kernels as kernels
 
-__all__ = ["add_key_difference", "add_page_mass", "gather_rows", "key_difference_scratch", "page_mass_scratch"]
+__all__ = [
+    "add_key_difference",
+    "add_page_mass",
+    "gather_rows",
+    "key_difference_scratch",
+    "page_mass_scratch",
+    "warm_up",
+]
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -30,13 +40,15 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_SCRATCH_BYTES = 256 << 20
 #: Tokens of a tile, unless a page is larger: 64 keys of 128 bf16 are 16 KiB, of which two or three are in flight.
 TILE_TOKENS = 64
+#: The same for key difference, where a tile is in registers, as float32.
+KEY_TILE_TOKENS = 32
 #: Lines (query heads) of a tile: at least what a tensor core takes, at most what registers hold beside the keys.
 MIN_TILE_HEADS, MAX_TILE_HEADS = 16, 64
 #: About how many programs fill a GPU (132 multiprocessors, several each, of unequal length), and the most tiles that
 #: one of them takes, so that a single long row is shared.
 FULL_GRID, MAX_TILES_PER_PROGRAM = 2048, 32
-#: Pages per program of the small kernels that add up.
-BLOCK = 128
+#: Pages that the small kernels which add up take at once, and with them query heads or programs.
+BLOCK, NORMALISER_BLOCK, BLOCK_ROWS = 128, 1024, 16
 _MAX_PAGE_TOKENS = 256
 _LOG2_E = math.log2(math.e)
 
@@ -106,8 +118,14 @@ def add_page_mass(
         return
     if queries_per_row is None:
         queries_per_row = 1 if num_observed <= block_table.shape[0] else num_observed
-    tile_queries = _tile_queries(num_heads // num_kv_heads, queries_per_row)
-    scratch, queries_per_pass = _scratch_of(scratch, per_query, num_observed, tile_queries, query.device)
+    constants = page_sums_constants(
+        page_tokens=page_tokens,
+        heads_per_kv_head=num_heads // num_kv_heads,
+        head_size=head_size,
+        queries_per_row=queries_per_row,
+        has_softcap=softcap != 0,
+    )
+    scratch, queries_per_pass = _scratch_of(scratch, per_query, num_observed, constants["TILE_QUERIES"], query.device)
     for first in range(0, num_observed, queries_per_pass):
         chosen = slice(first, first + queries_per_pass)
         _page_mass_pass(
@@ -125,8 +143,44 @@ def add_page_mass(
             k_scale=k_scale,
             enabled=enabled,
             scratch=scratch,
-            tile_queries=tile_queries,
-            head_size=head_size,
+            constants=constants,
+        )
+
+
+def warm_up(
+    *,
+    query_dtype: torch.dtype,
+    num_heads: int,
+    key_cache: torch.Tensor,
+    softcap: float = 0.0,
+    has_log_sum_exp: bool = False,
+    k_scale: torch.Tensor | float | None = None,
+    enabled: torch.Tensor | None = None,
+) -> None:
+    """Compile what `add_page_mass` will need (seconds, once per machine), so that the first request does not wait.
+
+    query_dtype, num_heads: of the queries to come
+    key_cache, softcap, k_scale, enabled: as in `add_page_mass`; only whether they are given, their types and strides
+                                          matter
+    """
+    device = key_cache.device
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    for queries_per_row in (1, MAX_TILE_HEADS):
+        add_page_mass(
+            query=torch.zeros(1, num_heads, key_cache.shape[3], dtype=query_dtype, device=device),
+            key_cache=key_cache,
+            block_table=zeros.view(1, 1),
+            token=zeros,
+            row=zeros,
+            visible_tokens=zeros,
+            page_mass=torch.zeros(1, 1, device=device),
+            scale=1.0,
+            weight=1.0,
+            softcap=softcap,
+            log_sum_exp=torch.zeros(1, num_heads, device=device) if has_log_sum_exp else None,
+            k_scale=k_scale,
+            enabled=enabled,
+            queries_per_row=queries_per_row,
         )
 
 
@@ -146,12 +200,10 @@ def _page_mass_pass(
     k_scale: torch.Tensor | float | None,
     enabled: torch.Tensor | None,
     scratch: torch.Tensor,
-    tile_queries: int,
-    head_size: int,
+    constants: dict[str, int | bool],
 ) -> None:
     num_observed, num_heads, max_pages = len(token), query.shape[1], block_table.shape[1]
     page_tokens, num_kv_heads = key_cache.shape[1:3]
-    heads_per_kv_head = num_heads // num_kv_heads
     tile_pages, num_tiles = _tiles(max_pages, page_tokens)
     has_lse = log_sum_exp is not None
     sum_heads = num_kv_heads if has_lse else num_heads
@@ -186,17 +238,11 @@ def _page_mass_pass(
         block_table.stride(0),
         *(log_sum_exp.stride() if has_lse else (0, 0)),
         0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(0),
-        **layout,
-        TILE_QUERIES=tile_queries,
-        HEADS_PER_KV_HEAD=heads_per_kv_head,
-        HEADS_PADDED=_power_of_two(heads_per_kv_head),
-        HEAD_SIZE=head_size,
-        HEAD_SIZE_PADDED=max(16, _power_of_two(head_size)),
-        HAS_SOFTCAP=softcap != 0,
+        **constants,
     )
     if not has_lse:
         kernels.normalisers[(num_observed, num_heads)](
-            sums, peaks, visible_tokens, enabled, normaliser, max_pages, num_tiles, **layout, BLOCK=BLOCK
+            sums, peaks, visible_tokens, enabled, normaliser, max_pages, num_tiles, **layout, BLOCK=NORMALISER_BLOCK
         )
     kernels.add_to_page_mass[(num_observed, -(-max_pages // BLOCK))](
         sums,
@@ -212,6 +258,7 @@ def _page_mass_pass(
         page_mass.stride(0),
         **layout,
         BLOCK=BLOCK,
+        BLOCK_HEADS=BLOCK_ROWS,
     )
 
 
@@ -219,7 +266,7 @@ def key_difference_scratch(
     *, num_rows: int, num_kv_heads: int, max_pages: int, page_tokens: int, head_size: int
 ) -> int:
     """Elements (float32) of scratch with which `add_key_difference` does `num_rows` rows in one pass."""
-    num_tiles = _tiles(max_pages, page_tokens)[1]
+    num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)[1]
     return num_rows * num_kv_heads * head_size * (max_pages + -(-num_tiles // MAX_TILES_PER_PROGRAM) + 1)
 
 
@@ -259,12 +306,12 @@ def add_key_difference(
     )
     if num_rows == 0 or max_pages == 0:
         return
-    tile_pages, num_tiles = _tiles(max_pages, page_tokens)
+    tile_pages, num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)
     # Fixed, because it decides which sums are added up first.
     tiles_per_program = MAX_TILES_PER_PROGRAM
     programs = -(-num_tiles // tiles_per_program)
     scratch, rows_per_pass = _scratch_of(scratch, per_row, num_rows, 1, key_cache.device)
-    head = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(16, _power_of_two(head_size))}
+    head = _head_constants(head_size)
     for first in range(0, num_rows, rows_per_pass):
         table, tokens = block_table[first : first + rows_per_pass], num_tokens[first : first + rows_per_pass]
         result = key_difference[first : first + rows_per_pass]
@@ -286,8 +333,10 @@ def add_key_difference(
             TILE_PAGES=tile_pages,
             **head,
         )
-        kernels.key_anchors[(len(tokens), num_kv_heads)](program_directions, enabled, anchors, programs, **head)
-        kernels.add_to_key_difference[(len(tokens), -(-max_pages // 16))](
+        kernels.key_anchors[(len(tokens), num_kv_heads)](
+            program_directions, enabled, anchors, programs, **head, BLOCK=BLOCK_ROWS
+        )
+        kernels.add_to_key_difference[(len(tokens), -(-max_pages // BLOCK_ROWS))](
             page_directions,
             anchors,
             tokens,
@@ -299,7 +348,7 @@ def add_key_difference(
             result.stride(0),
             PAGE_TOKENS=page_tokens,
             **head,
-            BLOCK=16,
+            BLOCK=BLOCK_ROWS,
         )
 
 
@@ -359,15 +408,36 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _tiles(max_pages: int, page_tokens: int) -> tuple[int, int]:
+def _tiles(max_pages: int, page_tokens: int, tile_tokens: int = TILE_TOKENS) -> tuple[int, int]:
     """(pages of a tile, tiles of a full row)."""
-    tile_pages = max(1, TILE_TOKENS // page_tokens)
+    tile_pages = max(1, tile_tokens // page_tokens)
     return tile_pages, -(-max_pages // tile_pages)
 
 
+def page_sums_constants(
+    *, page_tokens: int, heads_per_kv_head: int, head_size: int, queries_per_row: int, has_softcap: bool
+) -> dict[str, int | bool]:
+    """What `kernels.page_sums` is compiled for."""
+    return {
+        "PAGE_TOKENS": page_tokens,
+        "TILE_PAGES": _tiles(1, page_tokens)[0],
+        "TILE_QUERIES": _tile_queries(heads_per_kv_head, queries_per_row),
+        "HEADS_PER_KV_HEAD": heads_per_kv_head,
+        "HEADS_PADDED": _power_of_two(heads_per_kv_head),
+        **_head_constants(head_size),
+        "HAS_SOFTCAP": has_softcap,
+    }
+
+
+def _head_constants(head_size: int) -> dict[str, int]:
+    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(16, _power_of_two(head_size))}
+
+
 def _tile_queries(heads_per_kv_head: int, queries_per_row: int) -> int:
+    """The small tile if it holds them, else the large one: each is a kernel of its own."""
     heads = _power_of_two(heads_per_kv_head)
-    return max(MIN_TILE_HEADS // heads, min(_power_of_two(queries_per_row), MAX_TILE_HEADS // heads), 1)
+    tile_heads = MIN_TILE_HEADS if queries_per_row * heads <= MIN_TILE_HEADS else MAX_TILE_HEADS
+    return max(1, tile_heads // heads)
 
 
 def _tiles_per_program(programs: int, num_tiles: int) -> int:
