@@ -17,6 +17,7 @@ from tests.engine.harness import Run, random_prompt
 from tests.models.tiny import tiny_mqa, tiny_swa
 from tests.triton.child import Scenario
 from tests.triton.xformers_cases import CASES
+from tests.triton.xformers_compile import compiled, launched_with
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +45,24 @@ def test_matches_reference(errors, case):
     error = errors[case]
     assert error["output"] <= max(2 * error["plain"], 1e-6)
     assert error["log_sum_exp"] <= 2e-6  # fp32, whatever the inputs: page mass is made of it
+
+
+# ---- a GPU that is not there -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize(("queries_per_slice", "heads_per_kv_head"), [(1, 4), (16, 4)])
+@pytest.mark.parametrize("head_size", [128, 512])
+def test_compiles_without_spilling(monkeypatch, tmp_path, capability, queries_per_slice, heads_per_kv_head, head_size):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    arguments = launched_with(
+        capability=capability,
+        head_size=head_size,
+        queries_per_slice=queries_per_slice,
+        heads_per_kv_head=heads_per_kv_head,
+    )
+    shared_bytes, stack_bytes = compiled(arguments, capability)
+    assert stack_bytes == 0 and shared_bytes <= 99 << 10  # of the smallest GPUs it runs on, sm_86 and sm_89
 
 
 # ---- engines ---------------------------------------------------------------------------------------
