@@ -279,7 +279,7 @@ class XFormersImpl(AttentionImpl[XFormersMetadata]):
         attended, context = operator.apply(inputs, needs_gradient=log_sum_exp is not None)
         output.view(query.shape)[call.query] = attended.view(-1, *query.shape[1:])[call.place]
         if log_sum_exp is not None:
-            by_place = context.lse.view(self.num_heads, -1).T  # [places, num_heads]
+            by_place = context.lse.reshape(self.num_heads, -1).T  # [places, num_heads]
             log_sum_exp[call.query] = by_place[call.place].to(log_sum_exp.dtype)
 
 
