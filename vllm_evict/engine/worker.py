@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
-from vllm_evict.engine.compat import attention_backends
+from vllm_evict.engine.compat import attention_backends, xformers_backend
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.rows import RowBuffers
 from vllm_evict.engine.runtime import EvictionRuntime
@@ -30,8 +30,9 @@ BACKENDS = {
     AttentionBackendEnum.FLASH_ATTN: "vllm_evict.engine.attention.flash_attn.EvictionFlashAttentionBackend",
     AttentionBackendEnum.FLASHINFER: "vllm_evict.engine.attention.flashinfer.EvictionFlashInferBackend",
     AttentionBackendEnum.TRITON_ATTN: "vllm_evict.engine.attention.triton_attn.EvictionTritonAttentionBackend",
+    xformers_backend(): "vllm_evict.engine.attention.xformers.EvictionXFormersBackend",
 }
-"""vLLM's attention backends that can evict, and what takes their place."""
+"""Attention backends that can evict, and what takes their place."""
 
 
 def _mean_over_ranks(measured: torch.Tensor) -> torch.Tensor:
