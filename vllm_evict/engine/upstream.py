@@ -8,12 +8,13 @@ Nothing is imported or run, so the vLLM may be of a kind that this machine canno
 from __future__ import annotations
 
 import ast
+import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_evict.engine.upstream_table import HOOKS, Hook
+from vllm_evict.engine.upstream_table import HOOKS, READ, Hook
 
 
 @dataclass
@@ -86,33 +87,53 @@ class Upstream:
         """One line for every hook that this vLLM has not, or has otherwise."""
         return [f"{hook}: {fault}" for hook in hooks for fault in self._faults(hook)]
 
+    def changed(self, hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
+        """One line for every function that is not what was read. It may still do the same."""
+        return [
+            f"{hook}: not as it was read ({fingerprint})"
+            for hook in hooks
+            if hook.body is not None and (fingerprint := self.fingerprint(hook)) != hook.body
+        ]
+
+    def fingerprint(self, hook: Hook) -> str:
+        """Of a function or class, comments and docstrings aside; ``"missing"`` if there is none."""
+        found = self._lookup(hook)
+        return _fingerprint(found[1]) if not isinstance(found, str) else "missing"
+
     def _faults(self, hook: Hook) -> Iterator[str]:
-        if self._module(hook.module) is None:
-            yield "no such module"
-            return
-        path = hook.name.split(".")
-        found = self._find(hook.module, path[0])
-        if found is None:
-            yield f"no {path[0]}"
+        found = self._lookup(hook)
+        if isinstance(found, str):
+            yield found
             return
         module, node = found
-        if len(path) == 2:
-            member = isinstance(node, ast.ClassDef) and self._member(module, node, path[1])
-            if not member:
-                yield f"{path[0]} has no {path[1]}"
-                return
-            module, node = member
         if hook.overrides is not None or hook.passed is not None or hook.mentions:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield "is no function"
                 return
             yield from _signature_faults(hook, node)
-        if hook.has:
+        if hook.has or hook.abstract is not None:
             if not isinstance(node, ast.ClassDef):
                 yield "is no class"
                 return
             known = self._attributes(module, node)
             yield from (f"has no {name}" for name in hook.has if name not in known)
+        if hook.abstract is not None:
+            abstract = self._abstract(module, node)
+            yield from (f"is abstract without {name}, which we do not define" for name in abstract - {*hook.abstract})
+
+    def _lookup(self, hook: Hook) -> tuple[_Module, ast.stmt] | str:
+        """The definition, or what is missing."""
+        if self._module(hook.module) is None:
+            return "no such module"
+        name, _, member_name = hook.name.partition(".")
+        found = self._find(hook.module, name)
+        if found is None:
+            return f"no {name}"
+        if not member_name:
+            return found
+        module, node = found
+        member = self._member(module, node, member_name) if isinstance(node, ast.ClassDef) else None
+        return member or f"{name} has no {member_name}"
 
     def _module(self, name: str) -> _Module | None:
         if name not in self._modules:
@@ -151,6 +172,18 @@ class Upstream:
             return module, own[-1]
         return next(filter(None, (self._member(*base, name) for base in self._bases(module, node))), None)
 
+    def _abstract(self, module: _Module, node: ast.ClassDef) -> set[str]:
+        """Methods without which the class cannot be instantiated."""
+        own = {name for statement in _statements(node.body) for name in _bound(statement)}
+        inherited = set().union(*(self._abstract(*base) for base in self._bases(module, node)))
+        decorated = {
+            statement.name
+            for statement in _statements(node.body)
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+            and "abstractmethod" in {ast.unparse(decorator).split(".")[-1] for decorator in statement.decorator_list}
+        }
+        return (inherited - own) | decorated
+
     def _attributes(self, module: _Module, node: ast.ClassDef) -> set[str]:
         """Names bound in a class and its bases, on the class or on ``self``."""
         names = {name for statement in _statements(node.body) for name in _bound(statement)}
@@ -160,6 +193,21 @@ class Upstream:
                     if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
                         names.add(part.attr)
         return names.union(*(self._attributes(*base) for base in self._bases(module, node)))
+
+
+def _fingerprint(node: ast.AST) -> str:
+    return hashlib.sha256(_plain(node).encode()).hexdigest()[:12]
+
+
+def _plain(value: object) -> str:
+    """A syntax tree as text, without docstrings and whatever only some versions of Python put there."""
+    if isinstance(value, list):
+        is_docstring = lambda part: isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)  # noqa: E731
+        return f"[{' '.join(_plain(part) for part in value if not is_docstring(part))}]"
+    if isinstance(value, ast.AST):
+        fields = [_plain(part) for name, part in ast.iter_fields(value) if part and name not in ("ctx", "type_params")]
+        return f"{type(value).__name__}({' '.join(fields)})"
+    return repr(value)
 
 
 def _signature_faults(hook: Hook, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
@@ -189,10 +237,12 @@ def _signature_faults(hook: Hook, node: ast.FunctionDef | ast.AsyncFunctionDef) 
 
 
 def main(folder: str) -> int:
-    """Print the mismatches; 1 if there are any."""
-    lines = Upstream(Path(folder)).mismatches()
-    print(*lines, f"{len(HOOKS)} hooks checked, {len(lines)} mismatches", sep="\n")
-    return int(bool(lines))
+    """Print what does not fit, and what is to be read again; 1 if anything does not fit."""
+    upstream = Upstream(Path(folder))
+    mismatches, changed = upstream.mismatches(), upstream.changed()
+    print(*mismatches, f"{len(HOOKS)} hooks checked: {len(mismatches)} do not fit", sep="\n")
+    print(*changed, f"{len(READ)} function bodies compared: {len(changed)} are not as they were read", sep="\n")
+    return int(bool(mismatches))
 
 
 if __name__ == "__main__":
