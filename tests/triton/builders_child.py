@@ -54,7 +54,7 @@ class Evidence:
 
 
 def main(cases_path: str, evidence_path: str) -> None:
-    """Run them one after the other."""
+    """Run them one after the other; of one that does not start, the message is kept."""
     cases = pickle.loads(Path(cases_path).read_bytes())
     pretend()
     from tests.triton import cuda_ops
@@ -63,6 +63,7 @@ def main(cases_path: str, evidence_path: str) -> None:
     cuda_ops.note_triton_attention()
     cuda_ops.note_page_mass()
     from tests.engine.harness import Engine
+    from vllm_evict.config import EvictionConfigError
 
     Engine.read_metadata = staticmethod(cuda_ops.read_by_kernels)
     evidence = []
@@ -71,25 +72,32 @@ def main(cases_path: str, evidence_path: str) -> None:
         use_runner(case.runner)
         use_backend(case.backend)
         use_async_scheduling(False)
-        arguments = dict(case.engine)
-        with Engine(arguments.pop("model"), **arguments) as engine:
-            buffers = engine.worker.eviction.buffers
-            captured, support = capture(engine), graph_support(engine, case.backend)
-            steps = []
-
-            def next_step(number: int, steps: list = steps) -> None:
-                steps.append(list(cuda_ops.calls))
-                cuda_ops.calls.clear()
-
-            cuda_ops.calls.clear()
-            run = engine.run(**case.run, before_step=next_step)
-            next_step(-1)
-            addresses = {
-                "block_table": buffers.block_table.data_ptr(),
-                "seq_lens": buffers.physical_lens.data_ptr(),
-            }
-            evidence.append(Evidence(run, steps[1:], addresses, captured, support))
+        try:
+            evidence.append(_evidence(case))
+        except EvictionConfigError as error:
+            evidence.append(str(error))
     Path(evidence_path).write_bytes(pickle.dumps(evidence))
+
+
+def _evidence(case: Case) -> Evidence:
+    from tests.engine.harness import Engine
+    from tests.triton import cuda_ops
+
+    steps = []
+
+    def next_step(_number: int) -> None:
+        steps.append(list(cuda_ops.calls))
+        cuda_ops.calls.clear()
+
+    arguments = dict(case.engine)
+    with Engine(arguments.pop("model"), **arguments) as engine:
+        captured, support = capture(engine), graph_support(engine, case.backend)
+        cuda_ops.calls.clear()
+        run = engine.run(**case.run, before_step=next_step)
+        next_step(-1)
+        buffers = engine.worker.eviction.buffers
+        addresses = {"block_table": buffers.block_table.data_ptr(), "seq_lens": buffers.physical_lens.data_ptr()}
+    return Evidence(run, steps[1:], addresses, captured, support)
 
 
 def _builder(engine):

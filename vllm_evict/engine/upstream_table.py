@@ -78,7 +78,11 @@ ATTENTION = (
         "CPUAttentionMetadataBuilder",
         has=_words("dtype isa head_dim block_size kv_cache_dtype"),
     ),
-    Hook("vllm.v1.attention.backends.flashinfer", "FlashInferMetadataBuilder.build", mentions=("seq_lens_cpu_upper_bound",)),
+    Hook(
+        "vllm.v1.attention.backends.flashinfer",
+        "FlashInferMetadataBuilder.build",
+        mentions=("seq_lens_cpu_upper_bound",),
+    ),
     *_names("vllm.v1.attention.backend", "AttentionLayer AttentionBackend AttentionMetadataBuilder"),
     Hook("vllm.v1.attention.backend", "AttentionCGSupport", has=("NEVER",)),
     Hook(
@@ -102,7 +106,9 @@ ATTENTION = (
         passed=_words("head_size dtype kv_cache_dtype use_mla"),
         mentions=("_cached_get_attn_backend",),
     ),
-    Hook("vllm.model_executor.layers.attention", "Attention", has=_words("impl kv_cache sliding_window get_attn_backend")),
+    Hook(
+        "vllm.model_executor.layers.attention", "Attention", has=_words("impl kv_cache sliding_window get_attn_backend")
+    ),
     Hook("vllm.model_executor.layers.attention", "Attention.get_kv_cache_spec"),
     Hook(
         "vllm._custom_ops",
@@ -141,7 +147,9 @@ PAGES = (
         overrides=_words("request_id new_computed_blocks num_local_computed_tokens num_external_computed_tokens"),
     ),
     Hook(
-        "vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager.pop_blocks_for_free", overrides=("request_id",)
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager.pop_blocks_for_free",
+        overrides=("request_id",),
     ),
     Hook(
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -149,7 +157,9 @@ PAGES = (
         passed=_words("new_computed_blocks num_local_computed_tokens"),
     ),
     Hook(
-        "vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager._get_num_evictable_blocks", passed=("blocks",)
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager._get_num_evictable_blocks",
+        passed=("blocks",),
     ),
     *_names("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager get_manager_for_kv_cache_spec"),
     Hook("vllm.v1.core.block_pool", "BlockPool", has=_words("blocks null_block num_gpu_blocks")),
@@ -159,7 +169,9 @@ PAGES = (
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock", has=_words("block_id ref_cnt block_hash is_null")),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", has=("blocks",)),
     Hook(
-        "vllm.v1.core.kv_cache_manager", "KVCacheManager", has=_words("coordinator empty_kv_cache_blocks allocate_slots")
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        has=_words("coordinator empty_kv_cache_blocks allocate_slots"),
     ),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.new_step_starts", mentions=("new_step_starts",)),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", passed=_words("request num_new_tokens")),
@@ -182,7 +194,9 @@ PAGES = (
     Hook(
         "vllm.v1.kv_cache_interface",
         "FullAttentionSpec",
-        has=_words("block_size num_kv_heads head_size dtype page_size_bytes sliding_window max_memory_usage_bytes merge"),
+        has=_words(
+            "block_size num_kv_heads head_size dtype page_size_bytes sliding_window max_memory_usage_bytes merge"
+        ),
     ),
     Hook("vllm.v1.kv_cache_interface", "FullAttentionSpec.max_memory_usage_bytes", overrides=("vllm_config",)),
     Hook("vllm.v1.kv_cache_interface", "FullAttentionSpec.merge", overrides=("specs",)),
@@ -193,7 +207,11 @@ PAGES = (
     Hook("vllm.v1.kv_cache_interface", "iter_layer_specs", passed=("kv_cache_spec",)),
     Hook("vllm.v1.kv_cache_interface", "replace_as"),
     Hook("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry.get_manager_class", passed=("kvcache_spec",)),
-    Hook("vllm.v1.kv_cache_spec_registry", "register_kv_cache_spec", passed=_words("manager_class uniform_type_base_spec")),
+    Hook(
+        "vllm.v1.kv_cache_spec_registry",
+        "register_kv_cache_spec",
+        passed=_words("manager_class uniform_type_base_spec"),
+    ),
 )
 
 SCHEDULING = (
@@ -206,7 +224,9 @@ SCHEDULING = (
         ),
     ),
     Hook(
-        "vllm.v1.core.sched.scheduler", "Scheduler.schedule", mentions=_words("new_step_starts allocate_slots SchedulerOutput")
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.schedule",
+        mentions=_words("new_step_starts allocate_slots SchedulerOutput"),
     ),
     Hook(
         "vllm.v1.core.sched.scheduler",
@@ -221,9 +241,7 @@ SCHEDULING = (
     Hook(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        has=_words(
-            "finished_req_ids preempted_req_ids num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs"
-        ),
+        has=_words("finished_req_ids preempted_req_ids num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs"),
     ),
     Hook("vllm.v1.core.sched.output", "NewRequestData", has=_words("req_id block_ids num_computed_tokens")),
     Hook(
@@ -347,15 +365,13 @@ CONFIG = (
             "is_mm_prefix_lm served_model_name get_head_size dtype"
         ),
     ),
-    Hook(
-        "vllm.config", "CacheConfig", has=_words("block_size cache_dtype num_gpu_blocks kv_sharing_fast_prefill")
-    ),
+    Hook("vllm.config", "CacheConfig", has=_words("block_size cache_dtype num_gpu_blocks kv_sharing_fast_prefill")),
     Hook(
         "vllm.config",
         "ParallelConfig",
         has=_words(
-            "worker_cls decode_context_parallel_size prefill_context_parallel_size pipeline_parallel_size use_ubatching "
-            "data_parallel_size data_parallel_size_local data_parallel_rank_local local_engines_only"
+            "worker_cls decode_context_parallel_size prefill_context_parallel_size pipeline_parallel_size "
+            "use_ubatching data_parallel_size data_parallel_size_local data_parallel_rank_local local_engines_only"
         ),
     ),
     Hook(
