@@ -12,9 +12,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_evict.config import EvictionConfigError, flag_name
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.compat import attention_backends, xformers_backend
 from vllm_evict.engine.configure import config_of
@@ -83,10 +85,7 @@ class EvictionWorkerMixin:
             num_layers=len(group.layer_names),
             buffers=RowBuffers(
                 max_rows=scheduler_config.max_num_seqs,
-                # Without a budget, or while there is room, a request may grow to its full length.
-                max_pages=min(
-                    pages_for(self.vllm_config.model_config.max_model_len, page_tokens), kv_cache_config.num_blocks
-                ),
+                max_pages=self._table_width(page_tokens, kv_cache_config.num_blocks),
                 page_tokens=page_tokens,
                 device=self.device,
             ),
@@ -96,7 +95,14 @@ class EvictionWorkerMixin:
         for attention_group in self.model_runner.attn_groups[group_id]:
             for builder in attention_group.metadata_builders:
                 assert isinstance(builder, ResidentPagesBuilderMixin)
+                _check_kernel_page(builder.kv_cache_spec.block_size, page_tokens, attention_group.backend.get_name())
                 builder.bind(self.eviction, self._request_ids)
+
+    def _table_width(self, page_tokens: int, num_blocks: int) -> int:
+        # Without a budget, or while there is room, a request may grow to its full length.
+        full_pages = pages_for(self.vllm_config.model_config.max_model_len, page_tokens)
+        # Kernels may read whole 128 tokens' worth of a row at once.
+        return get_block_table_width(min(full_pages, num_blocks), page_tokens)
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         self.eviction.begin_step(scheduler_output)
@@ -115,6 +121,15 @@ class EvictionWorkerMixin:
         if batch.req_idx is None:  # the V1 model runner
             return runner.input_batch.req_ids[: batch.num_reqs]
         return [runner.req_states.index_to_req_id[index] for index in batch.req_idx.tolist()]
+
+
+def _check_kernel_page(kernel_page_tokens: int, page_tokens: int, backend: str) -> None:
+    """Refuse a page that vLLM splits for the kernel, whose block ids are then not those of the scheduler."""
+    if kernel_page_tokens != page_tokens:
+        raise EvictionConfigError(
+            f"KV eviction takes whole pages, and {backend} reads pages of {kernel_page_tokens} tokens where "
+            f"--block-size is {page_tokens}. Use --block-size {kernel_page_tokens}, or drop {flag_name('policy')}."
+        )
 
 
 def _spec_of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:
