@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_evict.config import EvictionConfig, EvictionConfigError, flag_name
+from vllm_evict.config import UNLIMITED, EvictionConfig, EvictionConfigError, flag_name
 from vllm_evict.engine.block_manager import EvictingBlockManager
-from vllm_evict.pages import pages_for, steady_pages
+from vllm_evict.pages import pages_for, peak_pages, steady_pages
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
     from vllm_evict.engine.spec import EvictingAttentionSpec
 
 
@@ -34,6 +36,41 @@ def check_pool(spec: EvictingAttentionSpec, num_blocks: int, block_bytes: int) -
             f"hold {spec.max_pages} (budget or floor {spec.budget_tokens} tokens, and {spec.max_in_flight_tokens} in "
             f"flight). Give the KV cache {least} pages (--kv-cache-memory-bytes {least * block_bytes}), or lower "
             f"{flag_name('budget')} (or {flag_name('floor')}) or --max-num-batched-tokens."
+        )
+
+
+def model_limit(model_config: ModelConfig) -> int:
+    """Tokens that the model was made for, whatever ``max_model_len`` says."""
+    return model_config.get_and_verify_max_len(None)
+
+
+def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
+    """Refuse settings under which the pages that one request holds would not fit into the model's positions.
+
+    Raises:
+        EvictionConfigError: pages never go, or too few positions; with the numbers.
+
+    """
+    if not config.rebases:
+        return
+    if not config.evicts or config.budget == UNLIMITED:
+        what = f"{flag_name('budget')} {UNLIMITED}" if config.evicts else f"{flag_name('policy')} {config.policy}"
+        raise EvictionConfigError(
+            f"{flag_name('positions')} rebase does not work with {what}: a request that holds all its tokens has no "
+            f"lower positions to move to. Set {flag_name('budget')} to a number of tokens, with a policy that evicts."
+        )
+    model_tokens = model_limit(vllm_config.model_config)
+    if vllm_config.model_config.max_model_len <= model_tokens:
+        return  # no request gets that far
+    page_tokens = vllm_config.cache_config.block_size
+    in_flight_tokens = vllm_config.max_in_flight_tokens
+    peak_tokens = peak_pages(pages_for(config.budget, page_tokens), in_flight_tokens, page_tokens) * page_tokens
+    if peak_tokens > model_tokens:
+        raise EvictionConfigError(
+            f"{flag_name('positions')} rebase needs positions for all tokens that a request holds at once: "
+            f"{flag_name('budget')} {config.budget} and {in_flight_tokens} in flight, in pages of {page_tokens}, are up "
+            f"to {peak_tokens} tokens, and the model has {model_tokens} positions. Lower {flag_name('budget')} or "
+            "--max-num-batched-tokens."
         )
 
 
