@@ -21,6 +21,7 @@ from vllm_evict.engine.messages import (
     attach_report,
     update_of,
 )
+from vllm_evict.engine.positions import RotaryPositions
 from vllm_evict.engine.resident import ResidentRequest, ResidentTable
 from vllm_evict.scores.aggregate import PageMass
 from vllm_evict.scores.cpu import ObservedQueries
@@ -125,7 +126,9 @@ class EvictionRuntime:
         signals = config.make_policy().signals
         self.observes_attention = "attention" in signals
         self.reads_keys = "keys" in signals
+        self.rebases = config.rebases
         self.key_readers: list[KeyReader] = []
+        self.positions: RotaryPositions | None = None
         self._stopwatch = Stopwatch()
         self.table = ResidentTable(group_id, self._make_mass if self.observes_attention else None)
         self._update: EvictionUpdate | None = None
@@ -143,7 +146,10 @@ class EvictionRuntime:
         """Apply holes and new pages before the forward pass."""
         self._update = update_of(output)
         assert self._update is not None, "the scheduler does not evict, but the worker does"
-        self.table.apply(output, self._update)
+        moves = self.table.apply(output, self._update)
+        if moves:
+            assert self.positions is not None, "the scheduler rebases positions, but the worker does not"
+            self.positions.carry_out(moves)
         self._rows = self._mass = None
 
     def end_step(self, output: ModelRunnerOutput) -> ModelRunnerOutput:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
@@ -14,8 +16,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.compat import attention_backends
 from vllm_evict.engine.configure import config_of
+from vllm_evict.engine.positions import RotaryPositions, check_keys_turn, rotations_of
 from vllm_evict.engine.runtime import EvictionRuntime
-from vllm_evict.engine.sizing import check_pool
+from vllm_evict.engine.sizing import check_pool, model_limit
 from vllm_evict.engine.spec import EvictingAttentionSpec
 from vllm_evict.engine.support import check_layers
 
@@ -64,10 +67,11 @@ class EvictionWorkerMixin:
         ]
         assert len(groups) == 1, "the scheduler accepts exactly one evicting group"
         group_id, group = groups[0]
+        page_tokens = group.kv_cache_spec.block_size
         self.eviction = EvictionRuntime(
             config_of(self.vllm_config),
             group_id,
-            page_tokens=group.kv_cache_spec.block_size,
+            page_tokens=page_tokens,
             num_layers=len(group.layer_names),
             mean_over_ranks=_mean_over_ranks if get_tp_group().world_size > 1 else None,
         )
@@ -75,6 +79,48 @@ class EvictionWorkerMixin:
             for builder in attention_group.metadata_builders:
                 assert isinstance(builder, ResidentPagesBuilderMixin)
                 builder.bind(self.eviction, self._request_ids)
+        if self.eviction.rebases:
+            builders = [b for g in self.model_runner.attn_groups[group_id] for b in g.metadata_builders]
+            self.eviction.positions = self._rotary_positions(group.layer_names, builders, page_tokens)
+            self._lower_positions()
+
+    def _rotary_positions(
+        self, layer_names: list[str], builders: list[ResidentPagesBuilderMixin], page_tokens: int
+    ) -> RotaryPositions:
+        """What moves keys; proven on the loaded model first."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        # Who shares the cache of another layer writes no keys.
+        layers = {name: context[name] for name in layer_names if not context[name].kv_sharing_target_layer_name}
+        rotations = rotations_of(self.model_runner.get_model(), layers)
+        check_keys_turn(self._run_at, layers, rotations, model_limit(self.vllm_config.model_config))
+        caches = {name: pages for builder in builders for name, pages in builder.key_pages().items()}
+        return RotaryPositions(
+            self.eviction.table, page_tokens, [(caches[name], rotation) for name, rotation in rotations.items()]
+        )
+
+    # ---- what rebased positions need of the V1 model runner ----
+
+    def _run_at(self, num_tokens: int, first_position: int) -> None:
+        positions = self.model_runner.positions
+        positions[:num_tokens] = torch.arange(first_position, first_position + num_tokens)
+        self.model_runner._dummy_run(num_tokens)
+        positions[:num_tokens] = 0
+
+    def _lower_positions(self) -> None:
+        """Between the slot mapping, which needs positions in the text, and the model, which needs rotary ones.
+
+        In place: the runner computes its positions anew in every step and reads them no more in this one.
+        """
+        forward = self.model_runner._model_forward
+
+        @functools.wraps(forward)
+        def forward_at_rotary_positions(input_ids=None, positions=None, *args, **kwargs):
+            if self.eviction.in_step:
+                assert self.eviction.positions is not None
+                self.eviction.positions.lower(positions, self._request_ids())
+            return forward(input_ids, positions, *args, **kwargs)
+
+        self.model_runner._model_forward = forward_at_rotary_positions
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         self.eviction.begin_step(scheduler_output)

@@ -21,6 +21,7 @@ from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.spec import EvictingAttentionSpec
+from vllm_evict.positions.pages import KeyPages, PackedKeyPages
 from vllm_evict.scores import cpu_keys
 from vllm_evict.scores.cpu import add_page_mass, warm_up
 from vllm_evict.scores.cpu_layout import KeyLayout, detect_key_layout
@@ -53,7 +54,7 @@ class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadata
 
     def bind(self, runtime: EvictionRuntime, request_ids: Callable[[], Sequence[str]]) -> None:
         super().bind(runtime, request_ids)
-        if self.runtime is None or not (runtime.observes_attention or runtime.reads_keys):
+        if self.runtime is None or not (runtime.observes_attention or runtime.reads_keys or runtime.rebases):
             return
         self.key_layout = self._detect_key_layout()
         if runtime.observes_attention:
@@ -83,6 +84,13 @@ class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadata
                 weight=layer_weight / key_cache.shape[1],
                 layout=self.key_layout,
             )
+
+    def key_pages(self) -> dict[str, KeyPages]:
+        """The caches of this builder's layers, by name."""
+        assert self.key_layout is not None
+        layers = self.vllm_config.compilation_config.static_forward_context
+        caches = {name: layers[name].kv_cache for name in self.layer_names}
+        return {name: PackedKeyPages(cache, _key_half(cache), self.key_layout) for name, cache in caches.items()}
 
     def _detect_key_layout(self) -> KeyLayout:
         """How vLLM's kernels pack K on this machine, read off by writing keys through them."""
