@@ -80,14 +80,22 @@ def _save(model: PreTrainedModel, path: Path) -> Path:
     return Path(path)
 
 
-def tiny(path: Path, *, num_kv_heads: int = 2, num_layers: int = 2, seed: int = 0) -> Path:
-    """Llama: 2 layers, 4 query heads of size 64, 512 tokens, 4096 positions."""
+def tiny(
+    path: Path,
+    *,
+    num_kv_heads: int = 2,
+    num_layers: int = 2,
+    seed: int = 0,
+    max_positions: int = MAX_POSITIONS,
+    rope: tuple[tuple[str, object], ...] = (("rope_type", "default"),),
+) -> Path:
+    """Llama: 2 layers, 4 query heads of size 64, 512 tokens, 4096 positions. `rope`: further rotary parameters."""
     config = LlamaConfig(
-        **_COMMON,
+        **_COMMON | {"max_position_embeddings": max_positions},
         num_hidden_layers=num_layers,
         num_key_value_heads=num_kv_heads,
         head_dim=HEAD_SIZE,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters={"rope_theta": 10_000.0, **dict(rope)},
     )
     model = LlamaForCausalLM(config)
     _init(model, seed=seed)
