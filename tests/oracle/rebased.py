@@ -78,6 +78,7 @@ def rebased_forward(
     times = eras(num_tokens, page_tokens, rebases)
     stops = [first for first, _ in times[1:]] + [num_tokens]
     for (first, positions), stop in zip(times, stops, strict=True):
+        positions[stop:] = -1
         if mask[first:stop, positions < 0].any():
             raise ValueError(f"queries {first} to {stop - 1} see pages that were not resident at their rebase")
     [rotary] = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
@@ -119,7 +120,7 @@ def rebased_forward(
         output = model(
             input_ids=torch.tensor([list(token_ids)]),
             attention_mask=torch.zeros(1, 1, num_tokens, num_tokens),
-            position_ids=torch.arange(num_tokens)[None],
+            position_ids=torch.zeros(1, num_tokens, dtype=torch.long),
             use_cache=False,
         )
     finally:

@@ -68,8 +68,13 @@ class RotaryPositions:
         positions[: len(offsets)] -= offsets.to(positions.device, positions.dtype)
 
 
-def rotations_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Rotation]:
+def rotations_of(model: nn.Module, layers: Mapping[str, nn.Module], model_tokens: int) -> dict[str, Rotation]:
     """How the keys of each attention layer turn, by the rotary object that stands beside it in the model.
+
+    Args:
+        model: as loaded.
+        layers: its attention layers by name.
+        model_tokens: positions that will be used.
 
     Raises:
         EvictionConfigError: there is none, or one that cannot be moved.
@@ -85,7 +90,7 @@ def rotations_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str,
             raise _refusal(f"the positions of layer {name}", "no rotary embedding was found beside it")
         [rotary] = rotaries
         if rotary not in rotations:
-            rotations[rotary] = _rotation(rotary, name)
+            rotations[rotary] = _rotation(rotary, name, model_tokens)
         found[name] = rotations[rotary]
     return found
 
@@ -94,15 +99,17 @@ def _looks_rotary(module: nn.Module) -> bool:
     return isinstance(module, RotaryEmbeddingBase) or "Rotary" in type(module).__name__
 
 
-def _rotation(rotary: nn.Module, name: str) -> Rotation:
+def _rotation(rotary: nn.Module, name: str, model_tokens: int) -> Rotation:
     kind = type(rotary).__name__
     if isinstance(rotary, MRotaryEmbedding):
         raise _refusal(f"M-RoPE ({kind} in layer {name})", "its positions have several axes")
     if not isinstance(rotary, RotaryEmbeddingBase):
         raise _refusal(f"{kind} (layer {name})", "its frequencies depend on the length, or are not known")
+    table = rotary._compute_cos_sin_cache().float()  # its own may be rounded to bf16
+    if len(table) < model_tokens:
+        raise _refusal(f"{kind} (layer {name})", f"its table has {len(table)} positions, the model {model_tokens}")
     try:
-        # Its own table may be rounded to bf16.
-        return Rotation.of_table(rotary._compute_cos_sin_cache().float(), interleaved=not rotary.is_neox_style)
+        return Rotation.of_table(table, interleaved=not rotary.is_neox_style)
     except ValueError as error:
         raise _refusal(f"{kind} (layer {name})", str(error)) from None
 

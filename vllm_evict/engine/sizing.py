@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_evict.config import UNLIMITED, EvictionConfig, EvictionConfigError, flag_name
 from vllm_evict.engine.block_manager import EvictingBlockManager
-from vllm_evict.pages import pages_for, peak_pages, steady_pages
+from vllm_evict.pages import pages_for, steady_pages
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -41,7 +41,12 @@ def check_pool(spec: EvictingAttentionSpec, num_blocks: int, block_bytes: int) -
 
 def model_limit(model_config: ModelConfig) -> int:
     """Tokens that the model was made for, whatever ``max_model_len`` says."""
-    return model_config.get_and_verify_max_len(None)
+    model_tokens = model_config.get_and_verify_max_len(None)
+    text_config = model_config.hf_text_config
+    if (getattr(text_config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+        # vLLM counts ``factor`` times as many, but its table of dynamic NTK ends here.
+        model_tokens = min(model_tokens, text_config.max_position_embeddings)
+    return model_tokens
 
 
 def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
@@ -64,12 +69,13 @@ def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
         return  # no request gets that far
     page_tokens = vllm_config.cache_config.block_size
     in_flight_tokens = vllm_config.max_in_flight_tokens
-    peak_tokens = peak_pages(pages_for(config.budget, page_tokens), in_flight_tokens, page_tokens) * page_tokens
-    if peak_tokens > model_tokens:
+    # A step begins at the budget, its newest page perhaps half full; then tokens follow without gap.
+    most_tokens = pages_for(config.budget, page_tokens) * page_tokens + in_flight_tokens
+    if most_tokens > model_tokens:
         raise EvictionConfigError(
             f"{flag_name('positions')} rebase needs positions for all tokens that a request holds at once: "
-            f"{flag_name('budget')} {config.budget} and {in_flight_tokens} in flight, in pages of {page_tokens}, are up "
-            f"to {peak_tokens} tokens, and the model has {model_tokens} positions. Lower {flag_name('budget')} or "
+            f"{flag_name('budget')} {config.budget} in pages of {page_tokens}, and {in_flight_tokens} in flight, are "
+            f"{most_tokens} tokens, and the model has {model_tokens} positions. Lower {flag_name('budget')} or "
             "--max-num-batched-tokens."
         )
 

@@ -91,8 +91,9 @@ class EvictionWorkerMixin:
         context = self.vllm_config.compilation_config.static_forward_context
         # Who shares the cache of another layer writes no keys.
         layers = {name: context[name] for name in layer_names if not context[name].kv_sharing_target_layer_name}
-        rotations = rotations_of(self.model_runner.get_model(), layers)
-        check_keys_turn(self._run_at, layers, rotations, model_limit(self.vllm_config.model_config))
+        model_tokens = model_limit(self.vllm_config.model_config)
+        rotations = rotations_of(self.model_runner.get_model(), layers, model_tokens)
+        check_keys_turn(self._run_at, layers, rotations, model_tokens)
         caches = {name: pages for builder in builders for name, pages in builder.key_pages().items()}
         return RotaryPositions(
             self.eviction.table, page_tokens, [(caches[name], rotation) for name, rotation in rotations.items()]
