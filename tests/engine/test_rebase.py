@@ -197,6 +197,7 @@ def test_alone_and_in_company(engine, short, policy):
         together = served.run(prompts, max_tokens=8 * P)
         check_all(together)
         served.llm.llm_engine.reset_prefix_cache()
+        served.chunk_tokens = P  # vLLM's threshold does not hold for who is alone
         for name, prompt in prompts.items():
             solo = served.run({f"{name}-alone": prompt}, max_tokens=8 * P)
             assert history(solo, f"{name}-alone") == history(together, name)
