@@ -213,6 +213,11 @@ class EvictingBlockManager(FullAttentionManager):
         pages = self._pages.get(request_id)
         return len(pages.resident) if pages is not None else 0
 
+    def offset_pages(self, request_id: str) -> int:
+        """By how many pages the request's rotary positions lag behind its tokens."""
+        pages = self._pages.get(request_id)
+        return pages.offset_pages if pages is not None else 0
+
     def summary(self, request_id: str) -> dict[str, str | int] | None:
         """What a client is told of its request: policy, tokens resident and evicted. None if it never ran."""
         pages = self._pages.get(request_id)

@@ -1,0 +1,222 @@
+"""One request of millions of tokens on a tiny model: does a token cost more, or memory grow, the longer it lasts?
+
+The prompt is almost all of it, because prefill is quick; the end is decoded. The same number of tokens is decoded at
+the end of short requests as well, before and after, so that each kind of step is compared with its like. Time is
+processor time of the engine's process, which runs on one thread: other programs on the machine hardly show.
+
+Positions rebase all the way: the model has few of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from vllm_evict.bench.report import markdown_table
+
+MODEL_TOKENS = 2048
+BUDGET_TOKENS = 256
+CHUNK_TOKENS = 1024
+PAGE_TOKENS = 32
+VOCAB_TOKENS = 512
+WARM_UP_TOKENS = 4 * MODEL_TOKENS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__.splitlines()[0]
+    parser.add_argument("--tokens", type=int, default=4_000_000, help="of the stream (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=100_000, help="tokens at each end that are compared")
+    parser.add_argument("--decode", type=int, default=4_000, help="tokens that are decoded at the end")
+    parser.add_argument("--policy", default="streaming")
+
+
+@dataclass
+class Span:
+    """Steps of one kind.
+
+    Args:
+        tokens: computed in them.
+        seconds: processor time.
+        pages: held by the request after each.
+
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    pages: list[int] = field(default_factory=list)
+
+    def add(self, tokens: int, seconds: float, pages: int) -> None:
+        """One step."""
+        self.tokens += tokens
+        self.seconds += seconds
+        self.pages.append(pages)
+
+    @property
+    def microseconds_per_token(self) -> float:
+        return 1e6 * self.seconds / self.tokens
+
+
+@dataclass
+class Stream:
+    """What was seen of one request.
+
+    Args:
+        first: prefill steps within the first window.
+        last: prefill steps within the last window of the prompt.
+        decode: decode steps.
+        most_pages: that it ever held.
+        num_rebases: times its pages moved down.
+        first_bytes: resident memory of the process after the first window, all token ids in place.
+        last_bytes: the same at the end.
+
+    """
+
+    first: Span = field(default_factory=Span)
+    last: Span = field(default_factory=Span)
+    decode: Span = field(default_factory=Span)
+    most_pages: int = 0
+    num_rebases: int = 0
+    first_bytes: int = 0
+    last_bytes: int = 0
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.tokens < 2 * args.window + args.decode:
+        raise SystemExit(f"--tokens {args.tokens}: give at least two windows and what is decoded")
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with tempfile.TemporaryDirectory() as folder:
+        engine = _engine(_tiny_model(Path(folder)), args.tokens, args.policy)
+        _stream(engine, WARM_UP_TOKENS, args)
+        before = _stream(engine, args.window, args)
+        long = _stream(engine, args.tokens, args)
+        after = _stream(engine, args.window, args)
+    prefill = long.last.microseconds_per_token / long.first.microseconds_per_token
+    short = (before.decode.microseconds_per_token + after.decode.microseconds_per_token) / 2
+    decode = long.decode.microseconds_per_token / short
+    growth = long.last_bytes - long.first_bytes
+    rows = [
+        [f"prefill, first {args.window:,} tokens", *_row(long.first)],
+        [f"prefill, last {args.window:,} tokens", *_row(long.last)],
+        [f"decode behind {args.window:,} tokens, before", *_row(before.decode)],
+        [f"decode behind {args.tokens:,} tokens", *_row(long.decode)],
+        [f"decode behind {args.window:,} tokens, after", *_row(after.decode)],
+    ]
+    print(markdown_table([args.policy, "µs per token", "pages held, least to most"], rows))
+    print(
+        f"{args.tokens:,} tokens through a model of {MODEL_TOKENS:,} positions, budget {BUDGET_TOKENS}, chunks of "
+        f"{CHUNK_TOKENS}: {long.num_rebases:,} rebases, at most {long.most_pages} pages held; memory "
+        f"{long.first_bytes >> 20} MiB behind the first {args.window:,} tokens, {long.last_bytes >> 20} MiB at the end "
+        f"({growth / args.tokens:+.2f} bytes per token)"
+    )
+    print(f"ratios: time={max(prefill, decode):.3f} memory={long.last_bytes / long.first_bytes:.3f}")
+    return 0
+
+
+def _row(span: Span) -> list[str]:
+    return [f"{span.microseconds_per_token:.1f}", f"{min(span.pages)} to {max(span.pages)}"]
+
+
+def _stream(engine: Any, num_tokens: int, args: argparse.Namespace) -> Stream:
+    """Run one request of `num_tokens` tokens, the last of them decoded."""
+    import numpy as np
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    num_decoded = min(args.decode, num_tokens // 4)
+    num_prompt = num_tokens - num_decoded
+    prompt = np.random.default_rng(num_tokens).integers(VOCAB_TOKENS, size=num_prompt).tolist()
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=num_decoded,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    request_id = engine.add_request(f"stream-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, sampling)
+    del prompt
+    scheduler = engine.engine_core.engine_core.scheduler
+    process, seen, computed = psutil.Process(), Stream(), 0
+    evictor, offset_pages = scheduler.page_evictor, 0
+    gc.collect()
+    while engine.has_unfinished_requests():
+        request = scheduler.requests[request_id]
+        start = time.process_time()
+        engine.step()
+        seconds = time.process_time() - start
+        if request.is_finished():
+            break
+        tokens, computed = request.num_computed_tokens - computed, request.num_computed_tokens
+        pages = evictor.resident_pages(request_id)
+        seen.most_pages = max(seen.most_pages, pages)
+        seen.num_rebases += evictor.offset_pages(request_id) != offset_pages
+        offset_pages = evictor.offset_pages(request_id)
+        if tokens == 1:
+            seen.decode.add(tokens, seconds, pages)
+        elif WARM_UP_TOKENS < computed <= args.window + WARM_UP_TOKENS:  # the first steps fill the budget
+            seen.first.add(tokens, seconds, pages)
+            seen.first_bytes = process.memory_info().rss
+        elif num_prompt - args.window < computed < num_prompt:
+            seen.last.add(tokens, seconds, pages)
+        if num_tokens == args.tokens and computed // 500_000 != (computed - tokens) // 500_000:
+            print(f"  {computed:,} tokens", file=sys.stderr, flush=True)
+    seen.last_bytes = process.memory_info().rss
+    return seen
+
+
+def _engine(model: Path, num_tokens: int, policy: str) -> Any:
+    import torch
+    from vllm import LLM
+
+    torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")
+    llm = LLM(
+        str(model),
+        additional_config={"kv_eviction": {"policy": policy, "budget": BUDGET_TOKENS, "positions": "rebase"}},
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+        block_size=PAGE_TOKENS,
+        kv_cache_memory_bytes=16 << 20,
+        max_model_len=num_tokens + 1,
+        max_num_seqs=1,  # vLLM keeps the ids of all tokens, of that many requests
+        max_num_batched_tokens=CHUNK_TOKENS,
+        enable_prefix_caching=False,  # which would keep a hash of every page ever seen
+        use_tqdm_on_load=False,
+    )
+    return llm.llm_engine
+
+
+def _tiny_model(folder: Path) -> Path:
+    """A random Llama: one layer, one head of 64."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_TOKENS,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=MODEL_TOKENS,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return folder
