@@ -2,7 +2,8 @@
 
 The prompt is almost all of it, because prefill is quick; the end is decoded. The same number of tokens is decoded at
 the end of short requests as well, before and after, so that each kind of step is compared with its like. Time is
-processor time of the engine's process, which runs on one thread: other programs on the machine hardly show.
+processor time of the engine's process, which runs on one thread. What is compared is the fastest tenth of the steps of
+a kind, which other programs on the machine disturb least; the mean stands beside it, and what a rebase costs.
 
 Positions rebase all the way: the model has few of them.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -44,25 +46,29 @@ class Span:
     """Steps of one kind.
 
     Args:
-        tokens: computed in them.
-        seconds: processor time.
+        microseconds: processor time per token, of each step.
         pages: held by the request after each.
 
     """
 
-    tokens: int = 0
-    seconds: float = 0.0
+    microseconds: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
 
     def add(self, tokens: int, seconds: float, pages: int) -> None:
         """One step."""
-        self.tokens += tokens
-        self.seconds += seconds
+        self.microseconds.append(1e6 * seconds / tokens)
         self.pages.append(pages)
 
     @property
-    def microseconds_per_token(self) -> float:
-        return 1e6 * self.seconds / self.tokens
+    def undisturbed(self) -> float:
+        """Microseconds per token, of the fastest tenth."""
+        fastest = sorted(self.microseconds)
+        return statistics.mean(fastest[: max(len(fastest) // 10, 1)])
+
+    @property
+    def mean(self) -> float:
+        """Microseconds per token, of all."""
+        return statistics.mean(self.microseconds)
 
 
 @dataclass
@@ -72,7 +78,8 @@ class Stream:
     Args:
         first: prefill steps within the first window.
         last: prefill steps within the last window of the prompt.
-        decode: decode steps.
+        decode: decode steps that move no page.
+        rebases: decode steps that do.
         most_pages: that it ever held.
         num_rebases: times its pages moved down.
         first_bytes: resident memory of the process after the first window, all token ids in place.
@@ -83,6 +90,7 @@ class Stream:
     first: Span = field(default_factory=Span)
     last: Span = field(default_factory=Span)
     decode: Span = field(default_factory=Span)
+    rebases: Span = field(default_factory=Span)
     most_pages: int = 0
     num_rebases: int = 0
     first_bytes: int = 0
@@ -101,9 +109,8 @@ def run(args: argparse.Namespace) -> int:
         before = _stream(engine, args.window, args)
         long = _stream(engine, args.tokens, args)
         after = _stream(engine, args.window, args)
-    prefill = long.last.microseconds_per_token / long.first.microseconds_per_token
-    short = (before.decode.microseconds_per_token + after.decode.microseconds_per_token) / 2
-    decode = long.decode.microseconds_per_token / short
+    prefill = long.last.undisturbed / long.first.undisturbed
+    decode = 2 * long.decode.undisturbed / (before.decode.undisturbed + after.decode.undisturbed)
     growth = long.last_bytes - long.first_bytes
     rows = [
         [f"prefill, first {args.window:,} tokens", *_row(long.first)],
@@ -111,8 +118,9 @@ def run(args: argparse.Namespace) -> int:
         [f"decode behind {args.window:,} tokens, before", *_row(before.decode)],
         [f"decode behind {args.tokens:,} tokens", *_row(long.decode)],
         [f"decode behind {args.window:,} tokens, after", *_row(after.decode)],
+        [f"decode with a rebase behind {args.tokens:,} tokens", *_row(long.rebases)],
     ]
-    print(markdown_table([args.policy, "µs per token", "pages held, least to most"], rows))
+    print(markdown_table([args.policy, "µs per token", "mean", "steps", "pages held"], rows))
     print(
         f"{args.tokens:,} tokens through a model of {MODEL_TOKENS:,} positions, budget {BUDGET_TOKENS}, chunks of "
         f"{CHUNK_TOKENS}: {long.num_rebases:,} rebases, at most {long.most_pages} pages held; memory "
@@ -124,7 +132,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(span: Span) -> list[str]:
-    return [f"{span.microseconds_per_token:.1f}", f"{min(span.pages)} to {max(span.pages)}"]
+    if not span.pages:
+        return ["", "", "0", ""]
+    pages = f"{min(span.pages)} to {max(span.pages)}"
+    return [f"{span.undisturbed:.1f}", f"{span.mean:.1f}", f"{len(span.pages):,}", pages]
 
 
 def _stream(engine: Any, num_tokens: int, args: argparse.Namespace) -> Stream:
@@ -159,10 +170,12 @@ def _stream(engine: Any, num_tokens: int, args: argparse.Namespace) -> Stream:
         tokens, computed = request.num_computed_tokens - computed, request.num_computed_tokens
         pages = evictor.resident_pages(request_id)
         seen.most_pages = max(seen.most_pages, pages)
-        seen.num_rebases += evictor.offset_pages(request_id) != offset_pages
-        offset_pages = evictor.offset_pages(request_id)
+        rebased, offset_pages = evictor.offset_pages(request_id) != offset_pages, evictor.offset_pages(request_id)
+        seen.num_rebases += rebased
         if tokens == 1:
-            seen.decode.add(tokens, seconds, pages)
+            (seen.rebases if rebased else seen.decode).add(tokens, seconds, pages)
+            if computed % 100 == 0:  # vLLM copies the ids once more when a request ends
+                seen.last_bytes = process.memory_info().rss
         elif WARM_UP_TOKENS < computed <= args.window + WARM_UP_TOKENS:  # the first steps fill the budget
             seen.first.add(tokens, seconds, pages)
             seen.first_bytes = process.memory_info().rss
@@ -170,7 +183,6 @@ def _stream(engine: Any, num_tokens: int, args: argparse.Namespace) -> Stream:
             seen.last.add(tokens, seconds, pages)
         if num_tokens == args.tokens and computed // 500_000 != (computed - tokens) // 500_000:
             print(f"  {computed:,} tokens", file=sys.stderr, flush=True)
-    seen.last_bytes = process.memory_info().rss
     return seen
 
 
