@@ -82,8 +82,10 @@ class Stream:
         rebases: decode steps that do.
         most_pages: that it ever held.
         num_rebases: times its pages moved down.
-        first_bytes: resident memory of the process after the first window, all token ids in place.
-        last_bytes: the same at the end.
+        prompt_bytes: resident memory of the process, all ids of the prompt in place: behind the first window, and at
+            the end of the prompt.
+        decode_bytes: the same after the first hundred decoded tokens, and after the last hundred. In between vLLM's
+            lists of ids make room to grow, once.
 
     """
 
@@ -93,8 +95,13 @@ class Stream:
     rebases: Span = field(default_factory=Span)
     most_pages: int = 0
     num_rebases: int = 0
-    first_bytes: int = 0
-    last_bytes: int = 0
+    prompt_bytes: list[int] = field(default_factory=list)
+    decode_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def growth_bytes(self) -> int:
+        """What was added while tokens came and went."""
+        return sum(samples[-1] - samples[0] for samples in (self.prompt_bytes, self.decode_bytes))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
         after = _stream(engine, args.window, args)
     prefill = long.last.undisturbed / long.first.undisturbed
     decode = 2 * long.decode.undisturbed / (before.decode.undisturbed + after.decode.undisturbed)
-    growth = long.last_bytes - long.first_bytes
     rows = [
         [f"prefill, first {args.window:,} tokens", *_row(long.first)],
         [f"prefill, last {args.window:,} tokens", *_row(long.last)],
@@ -124,10 +130,11 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{args.tokens:,} tokens through a model of {MODEL_TOKENS:,} positions, budget {BUDGET_TOKENS}, chunks of "
         f"{CHUNK_TOKENS}: {long.num_rebases:,} rebases, at most {long.most_pages} pages held; memory "
-        f"{long.first_bytes >> 20} MiB behind the first {args.window:,} tokens, {long.last_bytes >> 20} MiB at the end "
-        f"({growth / args.tokens:+.2f} bytes per token)"
+        f"{' to '.join(_mib(long.prompt_bytes))} MiB through the prompt, {' to '.join(_mib(long.decode_bytes))} decoding: "
+        f"{long.growth_bytes / args.tokens:+.2f} bytes per token"
     )
-    print(f"ratios: time={max(prefill, decode):.3f} memory={long.last_bytes / long.first_bytes:.3f}")
+    memory = 1 + long.growth_bytes / long.prompt_bytes[0]
+    print(f"ratios: time={max(prefill, decode):.3f} memory={memory:.3f}")
     return 0
 
 
@@ -136,6 +143,10 @@ def _row(span: Span) -> list[str]:
         return ["", "", "0", ""]
     pages = f"{min(span.pages)} to {max(span.pages)}"
     return [f"{span.undisturbed:.1f}", f"{span.mean:.1f}", f"{len(span.pages):,}", pages]
+
+
+def _mib(samples: list[int]) -> list[str]:
+    return [f"{samples[0] / 2**20:.1f}", f"{samples[-1] / 2**20:.1f}"]
 
 
 def _stream(engine: Any, num_tokens: int, args: argparse.Namespace) -> Stream:
@@ -174,13 +185,14 @@ def _stream(engine: Any, num_tokens: int, args: argparse.Namespace) -> Stream:
         seen.num_rebases += rebased
         if tokens == 1:
             (seen.rebases if rebased else seen.decode).add(tokens, seconds, pages)
-            if computed % 100 == 0:  # vLLM copies the ids once more when a request ends
-                seen.last_bytes = process.memory_info().rss
+            if computed % 100 == 0:
+                seen.decode_bytes.append(process.memory_info().rss)
         elif WARM_UP_TOKENS < computed <= args.window + WARM_UP_TOKENS:  # the first steps fill the budget
             seen.first.add(tokens, seconds, pages)
-            seen.first_bytes = process.memory_info().rss
+            seen.prompt_bytes = [process.memory_info().rss]
         elif num_prompt - args.window < computed < num_prompt:
             seen.last.add(tokens, seconds, pages)
+            seen.prompt_bytes.append(process.memory_info().rss)
         if num_tokens == args.tokens and computed // 500_000 != (computed - tokens) // 500_000:
             print(f"  {computed:,} tokens", file=sys.stderr, flush=True)
     return seen
