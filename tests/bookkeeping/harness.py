@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -131,7 +131,7 @@ class Step:
 
     output: SchedulerOutput
     update: EvictionUpdate
-    runner_output: ModelRunnerOutput
+    runner_output: ModelRunnerOutput | AsyncModelRunnerOutput
     appended: dict[str, int] = field(default_factory=dict)
     """Pages that each request got in this step, prefix hits included."""
     held: dict[str, int] = field(default_factory=dict)
@@ -162,10 +162,10 @@ class Bench:
         self.max_pages = self.manager.kv_cache_spec.max_pages
         self.evictions: dict[str, RequestEviction] = {}
         self.managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-        self.table = ResidentTable(self.manager.kv_cache_group_id, None)
-        self.window_table = ResidentTable(0, None) if window_tokens else None
+        self.table = ResidentTable(self.manager.kv_cache_group_id)
+        self.window_table = ResidentTable(0) if window_tokens else None
         self.steps_in_flight = 2 if self.config.scheduler_config.async_scheduling else 1
-        self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput | AsyncModelRunnerOutput]] = deque()
         self.steps: list[Step] = []
         self.finished: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
@@ -247,11 +247,18 @@ class Bench:
     def process(self) -> None:
         """Hand the oldest step's output to the scheduler."""
         before = dict(self.scheduler.requests)
-        self.scheduler.update_from_output(*self.pending.popleft())
+        output, runner_output = self.pending.popleft()
+        if isinstance(runner_output, AsyncModelRunnerOutput):
+            runner_output = self.read(runner_output)
+        self.scheduler.update_from_output(output, runner_output)
         for request_id, request in before.items():
             if request_id not in self.scheduler.requests:
                 self.finished[request_id] = list(request.output_token_ids)
         self.check()
+
+    def read(self, runner_output: AsyncModelRunnerOutput) -> ModelRunnerOutput:
+        """What the engine does with an output that is not there yet."""
+        return runner_output.get_output()
 
     def run(self, max_steps: int = 500) -> None:
         """Until nobody is left."""

@@ -55,7 +55,7 @@ class RebasingBench(Bench):
 
 class _MovingTable(ResidentTable):
     def __init__(self, bench: RebasingBench) -> None:
-        super().__init__(bench.manager.kv_cache_group_id, None)
+        super().__init__(bench.manager.kv_cache_group_id)
         self.bench = bench
 
     def apply(self, output, update):

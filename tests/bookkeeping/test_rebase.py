@@ -15,6 +15,8 @@ SYNC_AND_ASYNC = pytest.mark.parametrize("async_scheduling", [False, True], ids=
 def request(pages, block_ids, rotary_pages, num_pages, offset_pages=0):
     as_int32 = lambda numbers: np.asarray(numbers, dtype=np.int32)  # noqa: E731
     return ResidentRequest(
+        0,
+        0,
         as_int32(pages),
         as_int32(block_ids),
         num_pages,

@@ -51,7 +51,7 @@ def books(table, request_id):
 
 @pytest.fixture
 def table():
-    return ResidentTable(0, None)
+    return ResidentTable(0)
 
 
 # ---- by hand ----
@@ -131,7 +131,7 @@ def test_who_sits_out_has_the_tokens_of_its_last_step_behind_it(table):
 
 
 def test_the_order_of_rows_means_nothing(table):
-    other = ResidentTable(0, None)
+    other = ResidentTable(0)
     for one, cached in ((table, ["a", "b", "c"]), (other, ["c", "a", "b"])):
         apply(one, step(new=[(r, [i, i + 10], 0, 8) for i, r in enumerate("abc", start=1)]))
         apply(one, step(cached=[(r, [ord(r)], 8, 1, False) for r in cached]), {"b": (0,)})
@@ -148,7 +148,7 @@ def test_a_hole_that_is_no_page_is_our_own_mistake(table):
 
 @pytest.mark.parametrize("group_id", [0, 1])
 def test_it_reads_its_own_group(group_id):
-    table = ResidentTable(group_id, None)
+    table = ResidentTable(group_id)
     output = step(new=[("a", [1, 2], 0, 8)])
     output.scheduled_new_reqs[0].block_ids = ([1, 2], [3, 4])
     apply(table, output)
@@ -164,43 +164,26 @@ def test_dtypes_stay_what_the_kernels_take(table):
     assert table["a"].pages.dtype == table["a"].block_ids.dtype == np.int32
 
 
-# ---- attention mass goes with its pages ----
+# ---- lives ----
 
 
-class TaggedBench(Bench):
-    """The worker's table keeps masses; each page's is its own number, so that a shift would show."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.first_queries: list[int] = []
-        self.table = ResidentTable(0, self.make_mass)
-
-    def make_mass(self, first_query):
-        self.first_queries.append(first_query)
-        return PageMass("mean", 4, 4, first_query)
-
-    def _run(self, output, update):
-        for request_id in self.manager._pages:
-            request = self.table[request_id]
-            assert len(request.mass.mass) == len(request.mass.queries) == len(request.pages)
-            known = request.mass.queries > 0
-            np.testing.assert_array_equal(request.mass.mass[known], request.pages[known])
-            request.mass.mass[:] = request.pages
-            request.mass.queries[:] = 1
-        return super()._run(output, update)
+def test_a_life_ends_with_preemption_and_a_new_one_begins(table):
+    apply(table, step(new=[("a", [1, 2], 0, 8), ("b", [3], 0, 4)]))
+    first, other = table["a"].life, table["b"].life
+    assert first != other and table.take_ended() == []
+    apply(table, step(preempted={"a"}))
+    assert table.take_ended() == [first] and table.take_ended() == []
+    apply(table, step(cached=[("a", [5, 6], 4, 4, True)], finished=["b"]))
+    assert table.take_ended() == [other]
+    assert table["a"].life not in (first, other) and table["a"].first_query == 4
 
 
-@each_policy
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_masses_stay_with_their_pages(stock_config, policy, async_scheduling):
-    run = TaggedBench(stock_config, policy=policy, async_scheduling=async_scheduling, num_blocks=20)
-    for i in range(5):
-        run.add(f"r{i}", 12 + 5 * i, 20)
-    run.add("hit", [*run.prompts["r0"][:8], 1, 2, 3], 20)
-    run.run()
-    assert run.manager.stats.num_evicted_pages > 10
-    assert any(step.output.preempted_req_ids for step in run.steps)
-    assert run.first_queries[:2] == [0, 0] and max(run.first_queries) > 0  # a hit's first query stands behind it
+def test_a_request_that_comes_back_as_a_new_one_begins_a_new_life(table):
+    """As the V2 model runner hears of a resumed request."""
+    apply(table, step(new=[("a", [1, 2], 0, 8)]))
+    first = table["a"].life
+    apply(table, step(new=[("a", [4, 5], 0, 8)]))
+    assert table.take_ended() == [first] and table["a"].block_ids.tolist() == [4, 5]
 
 
 # ---- any order of events ----
@@ -213,7 +196,7 @@ events = st.lists(
 @examples(max_examples=60, deadline=None, derandomize=True)
 @given(events=events)
 def test_any_sequence_of_steps_equals_a_dictionary(events):
-    table, model, computed, next_block, preempted = ResidentTable(0, None), {}, {}, 1, set()
+    table, model, computed, next_block, preempted = ResidentTable(0), {}, {}, 1, set()
     for event, which in events:
         request_id = f"r{which}"
         live = request_id in model

@@ -4,17 +4,28 @@ The scheduler is real; the attention is a number made up for every request and p
 another page or with another request is seen.
 """
 
+import copy
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+import torch
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.bookkeeping.harness import PAGE_TOKENS, Bench, score_of
 from vllm_evict.engine.messages import report_of
+from vllm_evict.engine.rows import RowBuffers
 from vllm_evict.engine.runtime import EvictionRuntime
 
 NUM_LAYERS = 3
+
+
+@dataclass
+class Observed:
+    token: np.ndarray
+    row: np.ndarray
+    visible_tokens: np.ndarray
 
 
 class RuntimeBench(Bench):
@@ -22,11 +33,19 @@ class RuntimeBench(Bench):
 
     def __init__(self, stock, *, row_seed=0, **options):
         super().__init__(stock, **options)
-        self.runtime = EvictionRuntime(self.settings, 0, PAGE_TOKENS, NUM_LAYERS)
+        buffers = RowBuffers(
+            self.config.scheduler_config.max_num_seqs, len(self.pool.blocks), PAGE_TOKENS, torch.device("cpu")
+        )
+        asynchronous = self.config.scheduler_config.async_scheduling
+        self.runtime = EvictionRuntime(
+            self.settings, 0, PAGE_TOKENS, NUM_LAYERS, buffers=buffers, asynchronous=asynchronous
+        )
+        self.runtime.make_observed = Observed
         self.table = Applied(self.runtime.table)
         self.row_order = random.Random(row_seed)
         self.observed: dict[str, list[int]] = {}
         self.reports: list[dict[str, list[float]]] = []
+        self.unread: list[tuple] = []
 
     def _run(self, output, update):
         self.runtime.begin_step(output)
@@ -43,17 +62,35 @@ class RuntimeBench(Bench):
         before = runner_output
         runner_output = self.runtime.end_step(runner_output)
         assert not self.runtime.in_step and report_of(before) is None
+        # How things stand now is what the report must say, however late it is read.
+        resident = {request_id: self.resident(request_id) for request_id in update.wanted}
+        expected = update.wanted, resident, copy.deepcopy(self.observed)
+        if isinstance(runner_output, AsyncModelRunnerOutput):
+            assert self.config.scheduler_config.async_scheduling
+            self.unread.append(expected)
+        elif self.config.scheduler_config.async_scheduling:
+            assert not update.wanted
+        else:
+            self.check_report(runner_output, *expected)
+        return runner_output
+
+    def read(self, runner_output):
+        expected = self.unread.pop(0)
+        output = runner_output.get_output()
+        self.check_report(output, *expected)
+        return output
+
+    def check_report(self, runner_output, wanted, resident, observed):
         report = report_of(runner_output)
-        assert (set(report.scores) if report else set()) == set(update.wanted)
+        assert (set(report.scores) if report else set()) == set(wanted)
         if report:
             self.reports.append(
                 {r: {s: v.tolist() for s, v in scores.signals.items()} for r, scores in report.scores.items()}
             )
             for request_id, page_scores in report.scores.items():
-                assert page_scores.epoch == update.wanted[request_id]
-                assert page_scores.pages.tolist() == self.resident(request_id)
-                self.check_scores(request_id, page_scores)
-        return runner_output
+                assert page_scores.epoch == wanted[request_id]
+                assert page_scores.pages.tolist() == resident[request_id]
+                self.check_scores(request_id, page_scores, observed)
 
     def look_at(self, request_ids):
         rows = self.runtime.batch_rows(request_ids)
@@ -71,7 +108,8 @@ class RuntimeBench(Bench):
         request = self.runtime.mass_request
         if request is None:
             return
-        assert request.layer_weight == 1 / NUM_LAYERS and request.block_table is rows.block_table
+        assert request.layer_weight == 1 / NUM_LAYERS
+        assert request.block_table.equal(rows.block_table[:, : rows.max_pages])
         observed = request.observed
         for i in range(len(observed.token)):
             start = max(token for token in first_token if token <= observed.token[i])
@@ -86,10 +124,10 @@ class RuntimeBench(Bench):
                 if page * PAGE_TOKENS <= position:
                     request.page_mass[i, column] = score_of(request_id, page)
 
-    def check_scores(self, request_id, page_scores):
+    def check_scores(self, request_id, page_scores, observed):
         """With a mean over observed queries each page gets back its own number, or nothing if nobody looked."""
         for page, score in zip(page_scores.pages.tolist(), page_scores.signals["attention"].tolist(), strict=True):
-            looked = any(position >= page * PAGE_TOKENS for position in self.observed.get(request_id, ()))
+            looked = any(position >= page * PAGE_TOKENS for position in observed.get(request_id, ()))
             if looked:
                 assert score == pytest.approx(score_of(request_id, page), rel=1e-6)
             else:
@@ -233,7 +271,7 @@ class KeysBench(RuntimeBench):
     def resident_blocks(self, request_id):
         return [self.blocks(request_id)[page].block_id for page in self.resident(request_id)]
 
-    def check_scores(self, request_id, page_scores):
+    def check_scores(self, request_id, page_scores, observed):
         for page, value in zip(page_scores.pages.tolist(), page_scores.signals["keys"].tolist(), strict=True):
             assert value == pytest.approx(score_of(request_id, page), rel=1e-6)
 

@@ -9,12 +9,21 @@ import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from tests.models.tiny import tiny_swa
 from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError
+from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.configure import config_of, enable, requested_config
 from vllm_evict.engine.plugin import register
-from vllm_evict.engine.support import REFUSALS, TESTED_VLLM, check_supported, check_vllm_version
+from vllm_evict.engine.support import (
+    EVICTING_BACKENDS,
+    REFUSALS,
+    TESTED_VLLM,
+    check_layers,
+    check_supported,
+    check_vllm_version,
+)
 from vllm_evict.policies import POLICIES
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -99,7 +108,6 @@ TRIGGERS = [
     ("micro-batching", {"parallel_config.use_ubatching": True}),
     ("fast prefill", {"cache_config.kv_sharing_fast_prefill": True}),
     ("scheduler of your own", {"scheduler_config.scheduler_cls": "my.Scheduler"}),
-    ("V2 model runner", {"use_v2_model_runner": True}),
 ]
 
 # Near misses, which must not be refused.
@@ -441,3 +449,43 @@ def test_help_has_a_group_of_its_own(parser):
     assert "--kv-eviction" in flags and "--kv-eviction-config" in flags
     other = argparse.ArgumentParser()
     assert not any("kv-eviction" in option for action in other._actions for option in action.option_strings)
+
+
+# ---- what the layers tell ----
+
+
+class Layer(SimpleNamespace):
+    """An attention layer of a loaded model, as far as eviction looks at it."""
+
+    def get_attn_backend(self):
+        return SimpleNamespace(get_builder_cls=lambda: self.builder)
+
+
+def layer(*, builder=ResidentPagesBuilderMixin, sliding_window=None, **impl):
+    return Layer(builder=builder, sliding_window=sliding_window, impl=SimpleNamespace(**impl))
+
+
+@pytest.mark.parametrize(
+    ("refused", "word"),
+    [
+        (layer(builder=AttentionMetadataBuilder), "attention backend other than CPU_ATTN"),
+        (layer(alibi_slopes=[0.5]), "ALiBi"),
+        (layer(sinks=[1.0]), "learned attention sinks"),
+    ],
+)
+def test_a_layer_is_refused_by_name(refused, word):
+    with pytest.raises(EvictionConfigError, match=word) as error:
+        check_layers([layer(), refused], EvictionConfig(policy="h2o"))
+    one_line(error)
+
+
+def test_layers_that_are_let_through():
+    """Windows stay vLLM's; who does not score may have learned sinks; a layer without attention is no business of ours."""
+    others = [layer(builder=AttentionMetadataBuilder, sliding_window=512, alibi_slopes=[1.0]), SimpleNamespace()]
+    check_layers([layer(), layer(sinks=[1.0]), *others], EvictionConfig(policy="streaming"))
+
+
+def test_the_backends_named_are_those_that_are_replaced():
+    from vllm_evict.engine.worker import BACKENDS
+
+    assert sorted(EVICTING_BACKENDS) == sorted(backend.name for backend in BACKENDS)

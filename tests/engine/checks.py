@@ -42,7 +42,8 @@ class Limits:
             recent_pages = max(min(pages(wish), pages(budget) - pages(sink)), 1)
         else:
             recent_pages = max(pages(recent), 1)
-        return cls(pages(budget), pages(sink), recent_pages, pages(budget) + pages(run.chunk_tokens) + 1)
+        in_flight = pages(run.chunk_tokens * run.steps_in_flight)
+        return cls(pages(budget), pages(sink), recent_pages, pages(budget) + in_flight + 1)
 
 
 def _pages(tokens: int, run: Run) -> int:
@@ -126,14 +127,15 @@ def held_pages(run: Run) -> None:
 
 
 def bounds(run: Run) -> int:
-    """Nobody exceeds budget + chunk + 1 pages, nor budget + 1 when decoding; returns the observed peak."""
-    limits, peak = Limits.of(run), 0
+    """Nobody exceeds budget + chunks in flight + 1 pages, nor budget + 1 when decoding; returns the observed peak."""
+    limits, peak, decodes = Limits.of(run), 0, Counter()
     for number, step in enumerate(run.steps):
         for name, row in step.rows.items():
             held = sum(block is not None for block in row.table)
             peak = max(peak, held)
             assert held <= limits.peak_pages, f"step {number}, {name}: {held} pages, bound {limits.peak_pages}"
-            if row.num_scheduled_tokens == 1:
+            decodes[name] = decodes[name] + 1 if row.num_scheduled_tokens == 1 else 0
+            if decodes[name] >= run.steps_in_flight:
                 assert held <= limits.budget_pages + 1, f"step {number}, {name}: {held} pages while decoding"
     return peak
 

@@ -147,6 +147,7 @@ class Run:
     eviction: Mapping[str, object]
     chunk_tokens: int
     page_tokens: int = PAGE_TOKENS
+    steps_in_flight: int = 1
     steps: list[Step] = field(default_factory=list)
     answers: dict[str, Answer] = field(default_factory=dict)
     trace: dict[str, list[TraceLine]] = field(default_factory=dict)
@@ -362,7 +363,8 @@ class Engine:
 
     def begin(self) -> Run:
         """Start a record."""
-        self._run = Run(self.model, self.eviction, self.chunk_tokens, self.page_tokens)
+        steps_in_flight = self.core.vllm_config.max_concurrent_batches
+        self._run = Run(self.model, self.eviction, self.chunk_tokens, self.page_tokens, steps_in_flight)
         return self._run
 
     def end(self) -> Run:
@@ -496,6 +498,15 @@ class Engine:
 
         scheduler.schedule = watched_schedule
         pool.get_new_blocks = watched_get_new_blocks
+        if hasattr(self.runner, "prepare_inputs"):  # the V2 model runner
+            prepare_inputs = self.runner.prepare_inputs
+
+            def watched_prepare_inputs(*args, **kwargs):
+                batch = prepare_inputs(*args, **kwargs)
+                self._step["request_ids"] = batch.req_ids
+                return batch
+
+            self.runner.prepare_inputs = watched_prepare_inputs
         self._hook = self.runner.model.register_forward_pre_hook(self._watch_forward, with_kwargs=True)
 
     def _watch_forward(self, module, args, kwargs) -> None:
@@ -514,7 +525,8 @@ class Engine:
             if request_id in cached.resumed_req_ids:
                 cached_starts[request_id] = num_computed
         rows = {}
-        for index, request_id in enumerate(self.runner.input_batch.req_ids):
+        request_ids = self._step.get("request_ids") or self.runner.input_batch.req_ids
+        for index, request_id in enumerate(request_ids):
             request = self.scheduler.requests[request_id]
             num_scheduled = output.num_scheduled_tokens[request_id]
             start, stop = starts[index], starts[index + 1]
@@ -524,7 +536,8 @@ class Engine:
                 epoch=request.num_preemptions,
                 num_computed_tokens=request.num_computed_tokens - num_scheduled,
                 num_scheduled_tokens=num_scheduled,
-                num_tokens=request.num_tokens,
+                # With asynchronous scheduling tokens that are being sampled count, but for this step's own.
+                num_tokens=request.num_tokens + max(request.num_output_placeholders - 1, 0),
                 num_cached_tokens=cached_starts.get(request_id, 0),
                 table=_table(self.manager.req_to_blocks[request_id]),
                 positions=tuple(positions[start:stop].tolist()),

@@ -144,9 +144,9 @@ def _row_of_the_neighbour(patch: Patch) -> None:
 
     batch_rows = EvictionRuntime.batch_rows
 
-    def swapped(self, request_ids):
+    def swapped(self, request_ids, num_rows=None):
         fresh = self._rows is None
-        rows = batch_rows(self, request_ids)
+        rows = batch_rows(self, request_ids, num_rows)
         if fresh and len(request_ids) > 1:
             num_pages = [len(self.table[request_id].pages) for request_id in request_ids]
             if num_pages[0] == num_pages[1]:

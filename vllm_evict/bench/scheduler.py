@@ -97,7 +97,7 @@ class SchedulerRun:
         self.scheduler = _make_scheduler(config, sum(context_tokens) + len(context_tokens) * (num_new_tokens + 64))
         self.num_evicted_pages = 0
         # What a worker would know; only its pages are needed, to score them.
-        self._table = ResidentTable(0, None) if eviction else None
+        self._table = ResidentTable(0) if eviction else None
         for number, num_tokens in enumerate(context_tokens):
             request = Request(
                 request_id=f"request-{number}",

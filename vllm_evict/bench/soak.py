@@ -27,14 +27,14 @@ PAGE_TOKENS = 32
 POOL_PAGES = 160
 BUDGET_TOKENS = 512
 SAMPLE_SECONDS = 5
-WARM_UP_SHARE = 0.2
+FIFTHS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder of the model (default: the embedded one)")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--policy", default="h2o", help="none: vLLM alone, to compare with")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     kv_bytes = POOL_PAGES * kv_bytes_per_token(model, "bfloat16") * PAGE_TOKENS
     options = ["--enforce-eager", "--served-model-name", "bench", "--kv-cache-memory-bytes", str(kv_bytes)]
     options += ["--max-model-len", "2048", "--max-num-batched-tokens", "512", "--max-num-seqs", str(args.clients)]
-    options += ["--kv-eviction", args.policy, "--kv-eviction-budget", str(BUDGET_TOKENS)]
+    if args.policy != "none":
+        options += ["--kv-eviction", args.policy, "--kv-eviction-budget", str(BUDGET_TOKENS)]
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(model, options, Path(folder) / "server.log")
         try:
@@ -50,12 +51,15 @@ def run(args: argparse.Namespace) -> int:
             served, memory = _load(server, args.clients, args.minutes * 60)
         finally:
             server.stop()
-    growths = {process: _growth(samples) for process, samples in memory.items() if len(samples) >= 10}
-    for (pid, name), growth in growths.items():
-        samples = memory[pid, name]
-        print(f"{name:>24} {pid}: {samples[0] >> 20} MiB at first, {samples[-1] >> 20} MiB at last, x{growth:.4f}")
+    growths = []
+    for (pid, name), samples in memory.items():
+        if len(samples) >= 10:
+            medians = _medians(samples)
+            growths.append(medians[-1] / medians[1])
+            in_mib = ", ".join(f"{median / 2**20:.1f}" for median in medians)
+            print(f"{name:>24} {pid}: {in_mib} MiB in each fifth of the time, x{growths[-1]:.4f} after the first")
     print(f"{served} answers, some cut short by their clients")
-    print(f"ratios: memory={max(growths.values()):.4f}")
+    print(f"ratios: memory={max(growths):.4f}")
     return 0
 
 
@@ -103,7 +107,7 @@ def _ask(port: int, chance: random.Random) -> int:
     return 1
 
 
-def _growth(samples: list[int]) -> float:
-    """The last fifth's median over that of the fifth after the warm-up."""
-    fifth = int(len(samples) * WARM_UP_SHARE)
-    return statistics.median(samples[-fifth:]) / statistics.median(samples[fifth : 2 * fifth])
+def _medians(samples: list[int]) -> list[float]:
+    """Of each fifth of the time, of which the first is warm-up."""
+    fifth = len(samples) // FIFTHS
+    return [statistics.median(samples[i * fifth : (i + 1) * fifth]) for i in range(FIFTHS)]

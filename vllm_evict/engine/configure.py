@@ -16,6 +16,7 @@ CPU_BLOCK_TOKENS = 32
 
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_evict.engine.worker.EvictionCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_evict.engine.worker.EvictionGPUWorker",
 }
 
 
@@ -57,7 +58,7 @@ def enable(vllm_config: VllmConfig) -> None:
     if worker_cls not in _WORKERS:
         raise EvictionConfigError(
             f"KV eviction has no worker for {worker_cls!r}; supported: {', '.join(_WORKERS)}. "
-            "Run vLLM's CPU build, or drop --kv-eviction."
+            "Run it on a CPU or an NVIDIA GPU, or drop --kv-eviction."
         )
     vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
     scheduler = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_evict.config import EvictionConfigError, flag_name
-from vllm_evict.engine.resident import PageMoves, ResidentTable
+from vllm_evict.engine.host_copy import to_device
+from vllm_evict.engine.resident import PageMoves, ResidentRequest
 from vllm_evict.positions.pages import KeyPages, move_pages
 from vllm_evict.positions.rotary import Rotation
 
@@ -29,43 +30,46 @@ class RotaryPositions:
     """One per worker.
 
     Args:
-        table: the worker's resident pages.
         page_tokens: tokens in a page.
         layers: cache and rotation of each layer whose keys are written.
+        device: of the caches.
 
     """
 
-    def __init__(self, table: ResidentTable, page_tokens: int, layers: Sequence[tuple[KeyPages, Rotation]]) -> None:
-        self._table = table
+    def __init__(
+        self, page_tokens: int, layers: Sequence[tuple[KeyPages, Rotation]], device: torch.device
+    ) -> None:
         self._page_tokens = page_tokens
         self._layers = layers
+        self._device = device
 
     def carry_out(self, moves: Sequence[PageMoves]) -> None:
         """Copy and turn pages, before the forward pass of the step that decided it."""
         for move in moves:
-            sources, copies = torch.from_numpy(move.sources).long(), torch.from_numpy(move.copies).long()
-            blocks = torch.from_numpy(move.block_ids).long()
-            positions_down = torch.from_numpy(move.pages_down).long() * self._page_tokens
+            sources, copies = self._on_device(move.sources), self._on_device(move.copies)
+            blocks, positions_down = self._on_device(move.block_ids), self._on_device(move.pages_down * self._page_tokens)
             for pages, rotation in self._layers:
                 if len(copies):
                     pages.copy(sources, copies)
                 move_pages(pages, rotation, blocks, positions_down)
 
-    def lower(self, positions: torch.Tensor, request_ids: Sequence[str]) -> None:
+    def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
+        return to_device(numbers.astype(np.int64), self._device)
+
+    def lower(self, positions: torch.Tensor, requests: Sequence[ResidentRequest]) -> None:
         """Make positions in the text rotary ones, in place.
 
         Args:
-            positions: int ``[tokens of the step and padding]``, by request in the order of the batch.
-            request_ids: of the batch, in its order.
+            positions: int64 ``[tokens of the step and padding]``, by request in the order of the batch.
+            requests: of the batch, in its order.
 
         """
-        requests = [self._table[request_id] for request_id in request_ids]
         offset_pages = np.asarray([request.offset_pages for request in requests], dtype=np.int64)
         if not offset_pages.any():
             return
         num_tokens = [request.num_scheduled_tokens for request in requests]
-        offsets = torch.from_numpy(np.repeat(offset_pages * self._page_tokens, num_tokens))
-        positions[: len(offsets)] -= offsets.to(positions.device, positions.dtype)
+        offsets = self._on_device(np.repeat(offset_pages * self._page_tokens, num_tokens))
+        positions[: len(offsets)] -= offsets
 
 
 def rotations_of(model: nn.Module, layers: Mapping[str, nn.Module], model_tokens: int) -> dict[str, Rotation]:

@@ -7,14 +7,14 @@ resident pages only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_evict.engine.messages import EvictionUpdate, Rebase
-from vllm_evict.scores.aggregate import PageMass
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,25 @@ class ResidentRequest:
     """One request's resident pages.
 
     Args:
-        pages: int32 ``[n]`` logical pages, ascending.
-        block_ids: int32 ``[n]`` the block that holds each.
+        life: number of this stretch between (re)start and preemption or end, unique in this process.
+        first_query: tokens that were computed elsewhere when this life began (prefix cache).
+        pages: int32 ``[n]`` logical pages, ascending. Replaced when it changes, never written to.
+        block_ids: int32 ``[n]`` the block that holds each. Replaced as ``pages`` is.
         num_pages: logical pages so far, holes included.
         num_computed_tokens: tokens before this step (positions of its queries start here).
         num_scheduled_tokens: tokens of this step; 0 if it sits the step out.
-        mass: attention mass of the same ``n`` pages, if scores are kept.
         rotary_pages: int32 ``[n]`` rotary position of each page's first token, in pages.
         offset_pages: rotary position = position - this many pages, for tokens of this step.
 
     """
 
+    life: int
+    first_query: int
     pages: np.ndarray
     block_ids: np.ndarray
     num_pages: int
     num_computed_tokens: int
     num_scheduled_tokens: int = 0
-    mass: PageMass | None = None
     rotary_pages: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     offset_pages: int = 0
 
@@ -64,6 +66,11 @@ class ResidentRequest:
     def num_holes(self) -> int:
         """Logical pages that are gone."""
         return self.num_pages - len(self.pages)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens seen when this step is over, evicted ones included."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
 
     def append(self, block_ids: Sequence[int]) -> None:
         """New pages at the end."""
@@ -73,8 +80,6 @@ class ResidentRequest:
         self.rotary_pages = np.append(self.rotary_pages, pages - np.int32(self.offset_pages))
         self.block_ids = np.append(self.block_ids, np.asarray(block_ids, dtype=np.int32))
         self.num_pages += num_new
-        if self.mass is not None:
-            self.mass.append(num_new)
 
     def punch(self, holes: Sequence[int]) -> None:
         """Drop the logical pages in ``holes``; each must be resident."""
@@ -83,8 +88,6 @@ class ResidentRequest:
         self.pages = self.pages[kept]
         self.block_ids = self.block_ids[kept]
         self.rotary_pages = self.rotary_pages[kept]
-        if self.mass is not None:
-            self.mass.keep(kept)
 
     def rebase(self, rebase: Rebase) -> PageMoves:
         """Move the pages' rotary positions down; returns what that means for the caches.
@@ -92,8 +95,9 @@ class ResidentRequest:
         Pages that became holes since the decision, in the same step, are passed over.
         """
         copies = [copy for copy in rebase.copies if copy.page in self.pages]
-        for copy in copies:
-            self.block_ids[self.pages.searchsorted(copy.page)] = copy.block
+        block_ids = self.block_ids.copy()
+        block_ids[self.pages.searchsorted([copy.page for copy in copies])] = [copy.block for copy in copies]
+        self.block_ids = block_ids
         moved = np.asarray(rebase.pages, dtype=np.int32)
         at = moved.searchsorted(self.pages).astype(np.int32)
         moves = moved.take(at, mode="clip") == self.pages
@@ -114,21 +118,25 @@ class ResidentTable:
 
     Args:
         group_id: index of the group in ``block_ids`` tuples.
-        make_mass: builds the accumulator of a request whose first query stands at
-            the given position; None if no scores are kept.
 
     """
 
-    def __init__(self, group_id: int, make_mass: Callable[[int], PageMass] | None) -> None:
+    def __init__(self, group_id: int) -> None:
         self._group_id = group_id
-        self._make_mass = make_mass
         self._requests: dict[str, ResidentRequest] = {}
+        self._lives = count()
+        self._ended: list[int] = []
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __getitem__(self, request_id: str) -> ResidentRequest:
         return self._requests[request_id]
+
+    def take_ended(self) -> list[int]:
+        """Lives that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def apply(self, output: SchedulerOutput, update: EvictionUpdate) -> list[PageMoves]:
         """Follow the scheduler through one step, before the step's forward pass.
@@ -138,7 +146,7 @@ class ResidentTable:
 
         """
         for request_id in output.finished_req_ids | (output.preempted_req_ids or set()):
-            self._requests.pop(request_id, None)
+            self._end(request_id)
         scheduled = output.num_scheduled_tokens
         started = set()
         for new in output.scheduled_new_reqs:
@@ -173,10 +181,15 @@ class ResidentTable:
         num_computed_tokens: int,
         update: EvictionUpdate,
     ) -> None:
+        self._end(request_id)
         empty = np.empty(0, dtype=np.int32)
-        mass = self._make_mass(num_computed_tokens) if self._make_mass is not None else None
-        request = ResidentRequest(empty, empty, 0, num_computed_tokens, mass=mass)
+        request = ResidentRequest(next(self._lives), num_computed_tokens, empty, empty, 0, num_computed_tokens)
         request.append(block_ids[self._group_id])
         if request_id in update.holes:
             request.punch(update.holes[request_id])
         self._requests[request_id] = request
+
+    def _end(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._ended.append(request.life)

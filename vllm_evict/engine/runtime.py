@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_evict.config import EvictionConfig
+from vllm_evict.engine.host_copy import HostCopy
+from vllm_evict.engine.mass_ledger import MassLedger, ResidentPages
 from vllm_evict.engine.messages import (
     EvictionUpdate,
     PageScores,
@@ -23,8 +25,8 @@ from vllm_evict.engine.messages import (
 )
 from vllm_evict.engine.positions import RotaryPositions
 from vllm_evict.engine.resident import ResidentRequest, ResidentTable
+from vllm_evict.engine.rows import BatchRows, RowBuffers
 from vllm_evict.scores.aggregate import PageMass
-from vllm_evict.scores.cpu import ObservedQueries
 
 
 class Stopwatch:
@@ -46,27 +48,12 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class BatchRows:
-    """A batch seen through resident pages, row by row as the model runner ordered it.
-
-    Args:
-        block_table: int32 ``[rows, max resident pages]``, resident block ids,
-            zero-padded at the end.
-        physical_lens: int32 ``[rows]`` tokens in resident pages, this step's included.
-
-    """
-
-    block_table: torch.Tensor
-    physical_lens: torch.Tensor
-
-
-@dataclass(frozen=True)
 class MassRequest:
     """What a scored step asks of every layer.
 
     Args:
-        observed: the queries to observe.
-        block_table: as in :class:`BatchRows`.
+        observed: the queries to observe, as the backend's own ``MakeObserved`` put them.
+        block_table: int32 ``[rows, max resident pages]`` of :class:`BatchRows`.
         page_mass: float32 ``[observed queries, max resident pages]``, summed up
             by the layers: each adds its mean over query heads times ``layer_weight``.
         layer_weight: 1 / number of evicting layers.
@@ -74,11 +61,25 @@ class MassRequest:
 
     """
 
-    observed: ObservedQueries
+    observed: Any
     block_table: torch.Tensor
     page_mass: torch.Tensor
     layer_weight: float
     stopwatch: Stopwatch
+
+
+class MakeObserved(Protocol):
+    """How a backend wants the observed queries of a step."""
+
+    def __call__(self, *, token: np.ndarray, row: np.ndarray, visible_tokens: np.ndarray) -> Any:
+        """What its page mass kernel takes.
+
+        Args:
+            token: int32 ``[observed]`` index among the step's tokens.
+            row: int32 ``[observed]`` row of the batch.
+            visible_tokens: int32 ``[observed]`` resident tokens that the query may see, itself included.
+
+        """
 
 
 class KeyReader(Protocol):
@@ -98,6 +99,33 @@ class KeyReader(Protocol):
         """
 
 
+@dataclass
+class StepScores:
+    """What a step has measured, until its output is read.
+
+    Args:
+        ended: lives that ended before the step.
+        spans: of each observed request: how it stood, and the positions (int ``[q]``) of its queries.
+        page_mass: float32 ``[observed queries, max pages]``, in the order of ``spans``.
+        wanted: of each request whose scores the scheduler wants: its id, the preemption epoch, how it stood.
+        key_difference: float32 ``[wanted, max pages]``, if keys are read.
+        seconds: spent on measuring.
+
+    """
+
+    ended: list[int]
+    spans: list[tuple[ResidentPages, np.ndarray]] = field(default_factory=list)
+    page_mass: HostCopy | None = None
+    wanted: list[tuple[str, int, ResidentPages]] = field(default_factory=list)
+    key_difference: HostCopy | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to book and nobody to tell."""
+        return not (self.ended or self.spans or self.wanted)
+
+
 class EvictionRuntime:
     """One per worker.
 
@@ -106,9 +134,22 @@ class EvictionRuntime:
 
     Between ``begin_step`` and ``end_step`` the metadata builders ask ``batch_rows``
     for resident pages and ``mass_request`` for what to observe; outside of a step
-    (profiling, warm-up) both answer None and vLLM's own metadata stands. Keys are
+    (profiling, warm-up, capture) both answer None and vLLM's own metadata stands. Keys are
     looked at when the forward pass is over, and only of requests whose signals
     the scheduler wants: what a page's keys say does not depend on when it is asked.
+
+    Measurements leave the device without anybody waiting. They are booked when vLLM reads the step's output, which
+    it does in the order of the steps, be it at once or, with asynchronous scheduling, in a thread of its own.
+
+    Args:
+        config: what is measured, and when.
+        group_id: index of the evicting KV cache group.
+        page_tokens: tokens in a page.
+        num_layers: layers that evict.
+        buffers: the rows' tensors.
+        mean_over_ranks: see above; None with one rank.
+        asynchronous: outputs may be read in another thread than steps run in.
+
     """
 
     def __init__(
@@ -117,25 +158,32 @@ class EvictionRuntime:
         group_id: int,
         page_tokens: int,
         num_layers: int,
+        buffers: RowBuffers,
         mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        asynchronous: bool = False,
     ) -> None:
         self._config = config
         self._mean_over_ranks = mean_over_ranks
+        self._asynchronous = asynchronous
         self._layer_weight = 1 / num_layers
         self._page_tokens = page_tokens
+        self.buffers = buffers
         signals = config.make_policy().signals
         self.observes_attention = "attention" in signals
         self.reads_keys = "keys" in signals
         self.rebases = config.rebases
+        self.make_observed: MakeObserved
         self.key_readers: list[KeyReader] = []
         self.positions: RotaryPositions | None = None
         self._stopwatch = Stopwatch()
-        self.table = ResidentTable(group_id, self._make_mass if self.observes_attention else None)
+        self.table = ResidentTable(group_id)
+        self._ledger = MassLedger(self._make_mass)
         self._update: EvictionUpdate | None = None
-        self._request_ids: Sequence[str] = ()
+        self._ended: list[int] = []
+        self._requests: list[ResidentRequest] = []
         self._rows: BatchRows | None = None
         self._mass: MassRequest | None = None
-        self._mass_spans: list[tuple[str, np.ndarray]] = []
+        self._spans: list[tuple[ResidentPages, np.ndarray]] = []
 
     def _make_mass(self, first_query: int) -> PageMass:
         return PageMass(self._config.score, self._page_tokens, self._config.distant_tokens, first_query)
@@ -150,68 +198,92 @@ class EvictionRuntime:
         if moves:
             assert self.positions is not None, "the scheduler rebases positions, but the worker does not"
             self.positions.carry_out(moves)
+        ended = self.table.take_ended()
+        self.buffers.end(ended)
+        self._ended += ended
         self._rows = self._mass = None
+        self._spans = []
 
-    def end_step(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Fold in what was observed; attach the signals the scheduler wants."""
-        assert self._update is not None
-        self._fold()
-        wanted, self._update = self._update.wanted, None
-        self._rows = self._mass = None
-        if not wanted:
+    def end_step(
+        self, output: ModelRunnerOutput | AsyncModelRunnerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Book what was observed and attach the signals the scheduler wants, when ``output`` is read."""
+        scores = self._take_scores()
+        if scores.is_empty:
             return output
-        with self._stopwatch:
-            keys = self._read_keys(wanted) if self.reads_keys else {}
-        scores = {}
-        for request_id, epoch in wanted.items():
-            request = self.table[request_id]
+        if self._asynchronous or isinstance(output, AsyncModelRunnerOutput):
+            return ScoredOutput(output, scores, self)
+        return self.attach(scores, output)
+
+    def attach(self, scores: StepScores, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Book ``scores``; ``output`` with the report, if anybody wants one. Once a step, in their order."""
+        self._ledger.end(scores.ended)
+        if scores.page_mass is not None:
+            page_mass, start = scores.page_mass.array(), 0
+            for request, positions in scores.spans:
+                stop = start + len(positions)
+                self._ledger.observe(request, positions, page_mass[start:stop, : len(request.pages)])
+                start = stop
+        if not scores.wanted:
+            return output
+        differences = scores.key_difference.array() if scores.key_difference is not None else None
+        reported = {}
+        for row, (request_id, epoch, request) in enumerate(scores.wanted):
             signals = {}
-            if request.mass is not None:
-                num_tokens = request.num_computed_tokens + request.num_scheduled_tokens
-                signals["attention"] = request.mass.scores(request.pages, num_tokens)
-            if request_id in keys:
-                signals["keys"] = keys[request_id]
-            scores[request_id] = PageScores(epoch, request.pages, signals)
+            if self.observes_attention:
+                signals["attention"] = self._ledger.scores(request)
+            if differences is not None:
+                signals["keys"] = differences[row, : len(request.pages)].astype(np.float64)
+            reported[request_id] = PageScores(epoch, request.pages, signals)
         output = copy(output)  # vLLM's empty output is one shared object
-        attach_report(output, ScoreReport(scores, self._stopwatch.take()))
+        attach_report(output, ScoreReport(reported, scores.seconds))
         return output
+
+    def _take_scores(self) -> StepScores:
+        """What this step has measured, on its way to the host; ends the step."""
+        assert self._update is not None
+        wanted, self._update = self._update.wanted, None
+        ended, self._ended = self._ended, []
+        scores = StepScores(ended if self.observes_attention else [], self._spans)
+        if self._mass is not None:
+            scores.page_mass = HostCopy(self._reduced(self._mass.page_mass))
+        if wanted:
+            scores.wanted = [(r, epoch, ResidentPages.of(self.table[r])) for r, epoch in wanted.items()]
+            if self.reads_keys:
+                with self._stopwatch:
+                    scores.key_difference = HostCopy(self._read_keys([self.table[r] for r in wanted]))
+            scores.seconds = self._stopwatch.take()
+        self._rows = self._mass = None
+        return scores
 
     @property
     def in_step(self) -> bool:
         """Whether a scheduled step is being executed."""
         return self._update is not None
 
+    @property
+    def step_requests(self) -> Sequence[ResidentRequest]:
+        """This step's requests in the order of its rows. Valid after ``batch_rows``."""
+        return self._requests
+
     # ---- what the backend asks ---------------------------------------------------
 
-    def batch_rows(self, request_ids: Sequence[str]) -> BatchRows:
-        """Resident pages of this step's rows. Built once a step, shared by all layers."""
+    def batch_rows(self, request_ids: Sequence[str], num_rows: int | None = None) -> BatchRows:
+        """Resident pages of this step's rows, padded to ``num_rows``. Built once a step, shared by all layers."""
         if self._rows is None:
-            requests = [self.table[request_id] for request_id in request_ids]
-            self._request_ids = request_ids
-            self._rows = self._rows_of(requests)
-            self._mass = self._observe(requests) if self.observes_attention else None
+            self._requests = [self.table[request_id] for request_id in request_ids]
+            self._rows = self.buffers.fill(self._requests, num_rows or len(self._requests))
+            self._mass = self._observe(self._requests, self._rows) if self.observes_attention else None
         return self._rows
-
-    def _rows_of(self, requests: Sequence[ResidentRequest]) -> BatchRows:
-        width = max(len(request.pages) for request in requests)
-        block_table = np.zeros((len(requests), width), dtype=np.int32)
-        physical_lens = np.empty(len(requests), dtype=np.int32)
-        for row, request in enumerate(requests):
-            block_table[row, : len(request.block_ids)] = request.block_ids
-            num_tokens = request.num_computed_tokens + request.num_scheduled_tokens
-            physical_lens[row] = num_tokens - request.num_holes * self._page_tokens
-        return BatchRows(torch.from_numpy(block_table), torch.from_numpy(physical_lens))
 
     @property
     def mass_request(self) -> MassRequest | None:
         """What to observe in this step; None if nothing. Valid after ``batch_rows``."""
         return self._mass
 
-    def _observe(self, requests: Sequence[ResidentRequest]) -> MassRequest | None:
-        assert self._rows is not None
-        physical_lens = self._rows.physical_lens.numpy()
-        tokens, rows, visible = [], [], []
-        self._mass_spans = []
+    def _observe(self, requests: Sequence[ResidentRequest], rows: BatchRows) -> MassRequest | None:
+        physical_lens = rows.physical_lens_cpu.numpy()
+        tokens, row_of, visible = [], [], []
         first_token = 0
         for row, request in enumerate(requests):
             num_queries = request.num_scheduled_tokens
@@ -219,20 +291,21 @@ class EvictionRuntime:
             if len(positions):
                 offsets = positions - request.num_computed_tokens
                 tokens.append(first_token + offsets)
-                rows.append(np.full(len(positions), row))
+                row_of.append(np.full(len(positions), row))
                 visible.append(physical_lens[row] - num_queries + 1 + offsets)
-                self._mass_spans.append((self._request_ids[row], positions))
+                self._spans.append((ResidentPages.of(request), positions))
             first_token += num_queries
         if not tokens:
             return None
-        observed = ObservedQueries(
+        observed = self.make_observed(
             token=np.concatenate(tokens).astype(np.int32),
-            row=np.concatenate(rows).astype(np.int32),
+            row=np.concatenate(row_of).astype(np.int32),
             visible_tokens=np.concatenate(visible).astype(np.int32),
         )
-        width = self._rows.block_table.shape[1]
-        page_mass = torch.zeros(len(observed.token), width, dtype=torch.float32)
-        return MassRequest(observed, self._rows.block_table, page_mass, self._layer_weight, self._stopwatch)
+        num_observed = sum(len(positions) for _, positions in self._spans)
+        block_table = rows.block_table[:, : rows.max_pages]
+        page_mass = torch.zeros(num_observed, rows.max_pages, dtype=torch.float32, device=block_table.device)
+        return MassRequest(observed, block_table, page_mass, self._layer_weight, self._stopwatch)
 
     def _observed_positions(self, first: int, num_queries: int) -> np.ndarray:
         """Positions, among this step's queries of a request, of those to observe.
@@ -247,37 +320,44 @@ class EvictionRuntime:
             return np.arange(first, last)
         return np.arange(max(first, last - self._config.prefill_queries), last)
 
-    def _read_keys(self, request_ids: Iterable[str]) -> dict[str, np.ndarray]:
-        """float64 ``[n]`` key difference of each request's resident pages."""
+    def _read_keys(self, requests: Sequence[ResidentRequest]) -> torch.Tensor:
+        """float32 ``[requests, max pages]`` key difference of the resident pages."""
         assert self.key_readers, "no layer's keys can be read"
-        requests = {request_id: self.table[request_id] for request_id in request_ids}
-        rows = self._rows_of(list(requests.values()))
-        key_difference = torch.zeros(rows.block_table.shape, dtype=torch.float32)
+        block_table, num_tokens = self.buffers.table_of(requests)
+        key_difference = torch.zeros(block_table.shape, dtype=torch.float32, device=block_table.device)
         for read in self.key_readers:
             read(
-                block_table=rows.block_table,
-                num_tokens=rows.physical_lens.numpy(),
+                block_table=block_table,
+                num_tokens=num_tokens,
                 key_difference=key_difference,
                 layer_weight=self._layer_weight,
             )
-        differences = self._reduced(key_difference).numpy().astype(np.float64)
-        return {
-            request_id: differences[row, : len(request.pages)]
-            for row, (request_id, request) in enumerate(requests.items())
-        }
+        return self._reduced(key_difference)
 
     def _reduced(self, measured: torch.Tensor) -> torch.Tensor:
         return measured if self._mean_over_ranks is None else self._mean_over_ranks(measured)
 
-    def _fold(self) -> None:
-        """Add the step's page masses to the requests they belong to."""
-        if self._mass is None:
-            return
-        page_mass = self._reduced(self._mass.page_mass).numpy()
-        start = 0
-        for request_id, positions in self._mass_spans:
-            request = self.table[request_id]
-            stop = start + len(positions)
-            assert request.mass is not None
-            request.mass.observe(request.pages, positions, page_mass[start:stop, : len(request.pages)])
-            start = stop
+
+class ScoredOutput(AsyncModelRunnerOutput):
+    """A step's output and its scores, both read when vLLM reads the sampled tokens.
+
+    Args:
+        output: the model runner's.
+        scores: of the same step.
+        runtime: books them.
+
+    """
+
+    def __init__(
+        self, output: ModelRunnerOutput | AsyncModelRunnerOutput, scores: StepScores, runtime: EvictionRuntime
+    ) -> None:
+        self._output = output
+        self._scores = scores
+        self._runtime = runtime
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for both."""
+        output = self._output
+        if isinstance(output, AsyncModelRunnerOutput):
+            output = output.get_output()
+        return self._runtime.attach(self._scores, output)

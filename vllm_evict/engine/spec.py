@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
 from vllm_evict.config import EvictionConfig
 from vllm_evict.engine.block_manager import EvictingBlockManager
+from vllm_evict.engine.configure import config_of
 from vllm_evict.pages import pages_for, peak_pages
 
 # vLLM's registry fills itself only while it is empty: a look-up first, so that
@@ -72,3 +73,14 @@ class EvictingAttentionSpec(FullAttentionSpec):
         own = [f.name for f in fields(cls) if f.name not in FullAttentionSpec.__dataclass_fields__]
         assert all(getattr(spec, name) == getattr(specs[0], name) for spec in specs for name in own)
         return replace(merged, **{name: getattr(specs[0], name) for name in own})
+
+
+def evicting_spec(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` as a backend's ``customize_spec`` returns it: full attention evicts, windows keep their own rule.
+
+    The settings are those of the current config.
+    """
+    if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+        return spec
+    vllm_config = get_current_vllm_config()
+    return EvictingAttentionSpec.from_full_attention(spec, config_of(vllm_config), vllm_config)

@@ -225,15 +225,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "eviction brings its own subclass of vLLM's schedulers",
         "drop --scheduler-cls",
     ),
-    Refusal(
-        "the V2 model runner",
-        lambda c: c.use_v2_model_runner,
-        "only the V1 model runner is supported so far",
-        "set VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
 )
 
+EVICTING_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+"""vLLM's names of the attention backends that read resident pages."""
+
+
+def _reads_resident_pages(layer) -> bool:
+    return getattr(layer.get_attn_backend().get_builder_cls(), "reads_resident_pages", False)
+
+
 LAYER_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        f"an attention backend other than {', '.join(EVICTING_BACKENDS)}",
+        lambda layer: not _reads_resident_pages(layer),
+        "its kernels would look for pages that are gone",
+        "choose one of these with --attention-backend",
+    ),
     Refusal(
         "ALiBi in an attention layer",
         lambda layer: getattr(layer.impl, "alibi_slopes", None) is not None,

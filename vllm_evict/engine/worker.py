@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.compat import attention_backends
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.positions import RotaryPositions, check_keys_turn, rotations_of
+from vllm_evict.engine.rows import RowBuffers
 from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.sizing import check_pool, model_limit
 from vllm_evict.engine.spec import EvictingAttentionSpec
 from vllm_evict.engine.support import check_layers
+from vllm_evict.pages import pages_for
 
-_BACKENDS = {
+BACKENDS = {
     AttentionBackendEnum.CPU_ATTN: "vllm_evict.engine.attention.cpu.EvictionCPUAttentionBackend",
+    AttentionBackendEnum.FLASH_ATTN: "vllm_evict.engine.attention.flash_attn.EvictionFlashAttentionBackend",
+    AttentionBackendEnum.FLASHINFER: "vllm_evict.engine.attention.flashinfer.EvictionFlashInferBackend",
+    AttentionBackendEnum.TRITON_ATTN: "vllm_evict.engine.attention.triton_attn.EvictionTritonAttentionBackend",
 }
+"""vLLM's attention backends that can evict, and what takes their place."""
 
 
 def _mean_over_ranks(measured: torch.Tensor) -> torch.Tensor:
@@ -34,12 +43,12 @@ def _mean_over_ranks(measured: torch.Tensor) -> torch.Tensor:
 
 
 class EvictionWorkerMixin:
-    """Adds eviction to a vLLM worker that runs the V1 model runner."""
+    """Adds eviction to a vLLM worker, whichever model runner it has."""
 
     eviction: EvictionRuntime
 
     def load_model(self, **kwargs) -> None:
-        with attention_backends(_BACKENDS, self.vllm_config):
+        with attention_backends(BACKENDS, self.vllm_config):
             super().load_model(**kwargs)
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         check_layers(layers, config_of(self.vllm_config))
@@ -67,13 +76,23 @@ class EvictionWorkerMixin:
         ]
         assert len(groups) == 1, "the scheduler accepts exactly one evicting group"
         group_id, group = groups[0]
-        page_tokens = group.kv_cache_spec.block_size
+        page_tokens, scheduler_config = group.kv_cache_spec.block_size, self.vllm_config.scheduler_config
         self.eviction = EvictionRuntime(
             config_of(self.vllm_config),
             group_id,
             page_tokens=page_tokens,
             num_layers=len(group.layer_names),
+            buffers=RowBuffers(
+                max_rows=scheduler_config.max_num_seqs,
+                # Without a budget, or while there is room, a request may grow to its full length.
+                max_pages=min(
+                    pages_for(self.vllm_config.model_config.max_model_len, page_tokens), kv_cache_config.num_blocks
+                ),
+                page_tokens=page_tokens,
+                device=self.device,
+            ),
             mean_over_ranks=_mean_over_ranks if get_tp_group().world_size > 1 else None,
+            asynchronous=bool(scheduler_config.async_scheduling),
         )
         for attention_group in self.model_runner.attn_groups[group_id]:
             for builder in attention_group.metadata_builders:
@@ -95,9 +114,8 @@ class EvictionWorkerMixin:
         rotations = rotations_of(self.model_runner.get_model(), layers, model_tokens)
         check_keys_turn(self._run_at, layers, rotations, model_tokens)
         caches = {name: pages for builder in builders for name, pages in builder.key_pages().items()}
-        return RotaryPositions(
-            self.eviction.table, page_tokens, [(caches[name], rotation) for name, rotation in rotations.items()]
-        )
+        cached = [(caches[name], rotation) for name, rotation in rotations.items()]
+        return RotaryPositions(page_tokens, cached, self.device)
 
     # ---- what rebased positions need of the V1 model runner ----
 
@@ -118,7 +136,7 @@ class EvictionWorkerMixin:
         def forward_at_rotary_positions(input_ids=None, positions=None, *args, **kwargs):
             if self.eviction.in_step:
                 assert self.eviction.positions is not None
-                self.eviction.positions.lower(positions, self._request_ids())
+                self.eviction.positions.lower(positions, self.eviction.step_requests)
             return forward(input_ids, positions, *args, **kwargs)
 
         self.model_runner._model_forward = forward_at_rotary_positions
@@ -131,11 +149,15 @@ class EvictionWorkerMixin:
         return self._end_step(super().sample_tokens(grammar_output))
 
     def _end_step(self, output):
-        # None: the step goes on in sample_tokens().
-        return self.eviction.end_step(output) if isinstance(output, ModelRunnerOutput) else output
+        if isinstance(output, (ModelRunnerOutput, AsyncModelRunnerOutput)):
+            return self.eviction.end_step(output)
+        return output  # None: the step goes on in sample_tokens().
 
-    def _request_ids(self) -> list[str]:
-        return self.model_runner.input_batch.req_ids
+    def _request_ids(self, batch: CommonAttentionMetadata) -> Sequence[str]:
+        runner = self.model_runner
+        if batch.req_idx is None:  # the V1 model runner
+            return runner.input_batch.req_ids[: batch.num_reqs]
+        return [runner.req_states.index_to_req_id[index] for index in batch.req_idx.tolist()]
 
 
 def _spec_of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:
@@ -145,3 +167,7 @@ def _spec_of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:
 
 class EvictionCPUWorker(EvictionWorkerMixin, CPUWorker):
     """vLLM's CPU worker, evicting."""
+
+
+class EvictionGPUWorker(EvictionWorkerMixin, Worker):
+    """vLLM's GPU worker, evicting."""

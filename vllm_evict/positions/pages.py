@@ -54,6 +54,29 @@ class PackedKeyPages:
         self.key_cache[blocks] = packed.view_as(keys)
 
 
+@dataclass(frozen=True)
+class PlainKeyPages:
+    """Of attention that keeps a token's keys as they are.
+
+    Args:
+        kv_cache: ``[num_blocks, ...]``, keys and values, any strides.
+        key_cache: a view of the keys in it, ``[num_blocks, num_kv_heads, page_tokens, head_size]``.
+
+    """
+
+    kv_cache: torch.Tensor
+    key_cache: torch.Tensor
+
+    def copy(self, sources: torch.Tensor, blocks: torch.Tensor) -> None:
+        self.kv_cache[blocks] = self.kv_cache[sources]
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        return self.key_cache[blocks]
+
+    def write(self, blocks: torch.Tensor, keys: torch.Tensor) -> None:
+        self.key_cache[blocks] = keys
+
+
 def move_pages(pages: KeyPages, rotation: Rotation, blocks: torch.Tensor, positions_down: torch.Tensor) -> None:
     """Turn whole pages of keys in place; slots that hold no token yet turn too, which nobody sees.
 

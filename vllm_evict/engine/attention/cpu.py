@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import torch
 from vllm import _custom_ops as ops
-from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -15,15 +12,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
-from vllm_evict.engine.configure import config_of
+from vllm_evict.engine.attention.metadata import RequestIds, ResidentPagesBuilderMixin
 from vllm_evict.engine.runtime import EvictionRuntime
-from vllm_evict.engine.spec import EvictingAttentionSpec
+from vllm_evict.engine.spec import evicting_spec
 from vllm_evict.positions.pages import KeyPages, PackedKeyPages
 from vllm_evict.scores import cpu_keys
-from vllm_evict.scores.cpu import add_page_mass, warm_up
+from vllm_evict.scores.cpu import ObservedQueries, add_page_mass, warm_up
 from vllm_evict.scores.cpu_layout import KeyLayout, detect_key_layout
 
 
@@ -40,11 +36,7 @@ class EvictionCPUAttentionBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        spec = super().customize_spec(spec)
-        if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
-            return spec
-        vllm_config = get_current_vllm_config()
-        return EvictingAttentionSpec.from_full_attention(spec, config_of(vllm_config), vllm_config)
+        return evicting_spec(super().customize_spec(spec))
 
 
 class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadataBuilder):
@@ -52,11 +44,12 @@ class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadata
 
     key_layout: KeyLayout | None = None
 
-    def bind(self, runtime: EvictionRuntime, request_ids: Callable[[], Sequence[str]]) -> None:
+    def bind(self, runtime: EvictionRuntime, request_ids: RequestIds) -> None:
         super().bind(runtime, request_ids)
         if self.runtime is None or not (runtime.observes_attention or runtime.reads_keys or runtime.rebases):
             return
         self.key_layout = self._detect_key_layout()
+        runtime.make_observed = ObservedQueries
         if runtime.observes_attention:
             warm_up(dtype=self.dtype, layout=self.key_layout)
         if runtime.reads_keys:

@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.spec import EvictingAttentionSpec
+
+RequestIds = Callable[[CommonAttentionMetadata], Sequence[str]]
+"""The ids of a batch's requests, row by row."""
 
 
 class ResidentPagesBuilderMixin:
@@ -22,34 +28,50 @@ class ResidentPagesBuilderMixin:
     The builder of a group that does not evict (sliding window) stays stock.
     """
 
+    reads_resident_pages = True
     runtime: EvictionRuntime | None = None
-    request_ids: Callable[[], Sequence[str]]
+    request_ids: RequestIds
 
-    def bind(self, runtime: EvictionRuntime, request_ids: Callable[[], Sequence[str]]) -> None:
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """What the stock builder can, unless attention is observed: a full graph would replay that step's queries."""
+        if isinstance(kv_cache_spec, EvictingAttentionSpec) and (
+            "attention" in config_of(vllm_config).make_policy().signals
+        ):
+            return AttentionCGSupport.NEVER
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+    def bind(self, runtime: EvictionRuntime, request_ids: RequestIds) -> None:
         """Connect to the worker: its state, and the order of requests in the batch."""
         if isinstance(self.kv_cache_spec, EvictingAttentionSpec):
             self.runtime = runtime
             self.request_ids = request_ids
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ):
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args, **kwargs):
         if self.runtime is None or not self.runtime.in_step:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        rows = self.runtime.batch_rows(self.request_ids()[: common_attn_metadata.num_reqs])
-        metadata = super().build(
-            0,
-            replace(
-                common_attn_metadata,
-                block_table_tensor=rows.block_table,
-                seq_lens=rows.physical_lens,
-                seq_lens_cpu_upper_bound=rows.physical_lens,
-                max_seq_len=int(rows.physical_lens.max()),
-            ),
-            fast_build,
+            return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        # Full CUDA graphs pad the batch with rows of no request.
+        rows = self.runtime.batch_rows(self.request_ids(common_attn_metadata), common_attn_metadata.num_reqs)
+        resident = replace(
+            common_attn_metadata,
+            block_table_tensor=rows.block_table,
+            seq_lens=rows.physical_lens,
+            seq_lens_cpu_upper_bound=rows.physical_lens_cpu,
+            max_seq_len=int(rows.physical_lens_cpu.max()),
         )
+        metadata = super().build(0, resident, *args, **kwargs)
         metadata.mass_request = self.runtime.mass_request
         return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata):
+        if self.runtime is None:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        # A graph goes on reading the tensors that it was captured with.
+        buffers, num_rows = self.runtime.buffers, common_attn_metadata.num_reqs
+        buffers.physical_lens[:num_rows].copy_(common_attn_metadata.seq_lens[:num_rows])
+        persistent = replace(
+            common_attn_metadata,
+            block_table_tensor=buffers.block_table[:num_rows],
+            seq_lens=buffers.physical_lens[:num_rows],
+        )
+        return super().build_for_cudagraph_capture(persistent)

@@ -1,0 +1,158 @@
+"""Batches for the page-mass kernel, and what the slow reference says about them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_evict.scores.reference import page_mass_reference
+
+UNTOUCHED = 7.0  # what page_mass holds before
+#: On top of what a row holds, so that there are entries nobody may read.
+SPARE_PAGES = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of `add_page_mass`."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    block_table: torch.Tensor
+    token: torch.Tensor
+    row: torch.Tensor
+    visible_tokens: torch.Tensor
+    scale: float
+    softcap: float = 0.0
+    weight: float = 0.5
+    k_scale: torch.Tensor | float | None = None
+
+    @property
+    def page_tokens(self) -> int:
+        return self.key_cache.shape[1]
+
+    def arguments(self) -> dict:
+        return dict(
+            query=self.query,
+            key_cache=self.key_cache,
+            block_table=self.block_table,
+            token=self.token,
+            row=self.row,
+            visible_tokens=self.visible_tokens,
+            scale=self.scale,
+            softcap=self.softcap,
+            weight=self.weight,
+            k_scale=self.k_scale,
+        )
+
+    def start(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((len(self.token), self.block_table.shape[1]), UNTOUCHED, dtype=dtype)
+
+    def keys(self) -> torch.Tensor:
+        """float64 [num_blocks, num_kv_heads, page_tokens, head_size], scaled."""
+        keys = self.key_cache.double().transpose(1, 2)
+        if self.k_scale is not None:
+            keys = keys * torch.as_tensor(self.k_scale).double().view(-1, 1, 1)
+        return keys
+
+    def reference(self) -> torch.Tensor:
+        page_mass = self.start(torch.float64)
+        arguments = self.arguments() | {"key_cache": self.keys()}
+        del arguments["k_scale"]
+        page_mass_reference(**arguments, page_mass=page_mass, compute_dtype=torch.float64)
+        return page_mass
+
+    def log_sum_exp(self) -> torch.Tensor:
+        """float32 [num_tokens, num_heads], of observed queries; NaN elsewhere. Transposed in memory, as FA's."""
+        num_tokens, num_heads, _ = self.query.shape
+        result = torch.full((num_heads, num_tokens), float("nan"))
+        keys = self.keys().repeat_interleave(num_heads // self.key_cache.shape[2], dim=1)
+        for token, row, visible in zip(self.token, self.row, self.visible_tokens, strict=True):
+            if visible == 0 or row < 0:
+                continue
+            blocks = self.block_table[row, : -(-int(visible) // self.page_tokens)].long()
+            seen = keys[blocks].transpose(0, 1).flatten(1, 2)[:, :visible]
+            logits = torch.einsum("hd,htd->ht", self.query[token].double(), seen) * self.scale
+            if self.softcap:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
+            result[:, token] = torch.logsumexp(logits, dim=-1)
+        return result.t()
+
+    def only(self, chosen: torch.Tensor) -> "Batch":
+        return replace(self, token=self.token[chosen], row=self.row[chosen], visible_tokens=self.visible_tokens[chosen])
+
+    def bound(self) -> float:
+        """Mass per head is at most 1, and some fp32 roundings (6e-8 each) of exponents up to 2^5 lie on the way."""
+        return 2e-6 * self.weight * self.query.shape[1] + UNTOUCHED * 2**-23
+
+
+def make_batch(
+    *,
+    page: int = 16,
+    heads: int = 6,
+    kv_heads: int = 2,
+    head_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    key_dtype: torch.dtype | None = None,
+    head_major: bool = False,
+    softcap: float = 0.0,
+    k_scale: torch.Tensor | float | None = None,
+    requests: tuple[tuple[int, int], ...] = ((1, 1), (16, 1), (75, 3), (64, 1), (97, 20)),
+    garbage: float = float("nan"),
+    device: str = "cpu",
+    seed: int = 1,
+) -> Batch:
+    """Requests of (tokens, observed last ones), pages in random places; all that nobody wrote holds `garbage`.
+
+    head_major: the cache lies as [num_blocks, num_kv_heads, page, 2 * head_size] (vLLM's LBHNC), not as
+                [num_blocks, page, num_kv_heads, 2 * head_size] (LBNHC)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pages_of = [-(-length // page) for length, _ in requests]
+    num_blocks = sum(pages_of) + 3
+    shape = (num_blocks, kv_heads, page) if head_major else (num_blocks, page, kv_heads)
+    cache = torch.full((*shape, 2 * head_size), garbage, dtype=torch.float32).to(key_dtype or dtype)
+    if head_major:
+        cache = cache.transpose(1, 2)
+    key_cache = cache.split(head_size, dim=-1)[0]  # [num_blocks, page, kv_heads, head_size]
+    free = torch.randperm(num_blocks, generator=generator)
+    # -1: an index that nobody may follow
+    block_table = torch.full((len(requests), max(pages_of) + SPARE_PAGES), -1, dtype=torch.int32)
+    token, row, visible = [], [], []
+    next_token = 0
+    for i, (length, num_observed) in enumerate(requests):
+        pages, free = free[: pages_of[i]], free[pages_of[i] :]
+        block_table[i, : len(pages)] = pages
+        keys = torch.randn(length, kv_heads, head_size, generator=generator)
+        position = torch.arange(length)
+        as_bytes = key_cache.view(torch.uint8) if key_cache.element_size() == 1 else key_cache
+        keys = keys.to(key_cache.dtype)
+        as_bytes[pages[position // page], position % page] = keys.view(as_bytes.dtype)
+        next_token += 2  # unobserved ones
+        token += range(next_token, next_token + num_observed)
+        next_token += num_observed
+        row += [i] * num_observed
+        visible += range(length - num_observed + 1, length + 1)
+    # A slice of a fused projection, as in vLLM. Twice the usual spread makes sharp softmaxes.
+    qkv = 2 * torch.randn(next_token, (heads + 2 * kv_heads) * head_size, generator=generator)
+    query = qkv.to(dtype).to(device)[:, : heads * head_size].view(next_token, heads, head_size)
+    if isinstance(k_scale, torch.Tensor):
+        k_scale = k_scale.to(device)
+
+    def indices(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Batch(
+        query=query,
+        key_cache=_moved(key_cache, device),
+        block_table=block_table.to(device),
+        token=indices(token),
+        row=indices(row),
+        visible_tokens=indices(visible),
+        scale=head_size**-0.5,
+        softcap=softcap,
+        k_scale=k_scale,
+    )
+
+
+def _moved(strided: torch.Tensor, device: str) -> torch.Tensor:
+    return strided if device == "cpu" else strided.to(device)

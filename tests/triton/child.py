@@ -1,0 +1,50 @@
+"""Runs engines under the interpreter: `python -m tests.triton.child SCENARIOS RUNS`, both pickled lists."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.triton.fake_gpu import pretend, use_async_scheduling, use_backend, use_runner
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One engine and what is asked of it.
+
+    Args:
+        runner: `"V1"` or `"V2"`.
+        backend: vLLM's name of the attention backend.
+        asynchronous: whether steps are scheduled before the last one's output is read.
+        engine: for `tests.engine.harness.Engine`, the model first.
+        run: for its `run`.
+    """
+
+    runner: str
+    backend: str
+    asynchronous: bool = False
+    engine: dict = field(default_factory=dict)
+    run: dict = field(default_factory=dict)
+
+
+def main(scenarios_path: str, runs_path: str) -> None:
+    """Run them one after the other."""
+    scenarios = pickle.loads(Path(scenarios_path).read_bytes())
+    pretend()
+    from tests.engine.harness import Engine
+
+    runs = []
+    for scenario in scenarios:
+        use_runner(scenario.runner)
+        use_backend(scenario.backend)
+        use_async_scheduling(scenario.asynchronous)
+        arguments = dict(scenario.engine)
+        with Engine(arguments.pop("model"), **arguments) as engine:
+            runs.append(engine.run(**scenario.run))
+    Path(runs_path).write_bytes(pickle.dumps(runs))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,63 @@
+"""Triton kernels on the CPU, without setting TRITON_INTERPRET for the process.
+
+`triton.jit` decides when it decorates whether a kernel is compiled or interpreted. The process of `make test` imports
+vLLM, which must go on believing that there is no Triton here, and so it has imported Triton for compiling. So: a copy
+of our modules of their own, decorated under TRITON_INTERPRET, beside those that anybody else imports; and while the
+kernels run, interpreted versions of what `triton.language` itself writes in Triton (`tl.sum`, `tl.cdiv`, ...).
+
+Triton 3.7's interpreter multiplies the bits of bfloat16 matrices as integers; here they are numbers.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+import triton.experimental.gluon  # noqa: F401  a first launch imports it, and it wants the library as it was
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, interpreter_builder
+from triton.runtime.jit import JITFunction
+
+import vllm_evict.scores
+
+MODULES = ("triton_kernels", "triton")
+
+
+@contextmanager
+def interpreted() -> Iterator[ModuleType]:
+    """A `vllm_evict.scores.triton` that runs on CPU tensors, inside the `with` block."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tl, tl.standard):
+            for name, function in [*vars(module).items()]:
+                if isinstance(function, JITFunction):
+                    patch.setattr(module, name, InterpretedFunction(function.fn))
+        patch.setattr(InterpreterBuilder, "create_dot", _dot_of_numbers)
+        yield _import_interpreted()
+
+
+_create_dot = InterpreterBuilder.create_dot
+
+
+def _dot_of_numbers(builder, a, b, *rest):
+    if a.dtype == b.dtype == tl.bfloat16:
+        a, b = (interpreter_builder.create_fp_ext(x, tl.float32) for x in (a, b))
+    return _create_dot(builder, a, b, *rest)
+
+
+def _import_interpreted() -> ModuleType:
+    package = vllm_evict.scores
+    before = {name: sys.modules.pop(f"{package.__name__}.{name}", None) for name in MODULES}
+    attributes = {name: vars(package).pop(name, None) for name in MODULES}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        module = importlib.import_module(f"{package.__name__}.triton")
+    for name in MODULES:
+        del sys.modules[f"{package.__name__}.{name}"]
+        delattr(package, name)
+        if before[name] is not None:
+            sys.modules[f"{package.__name__}.{name}"] = before[name]
+        if attributes[name] is not None:
+            setattr(package, name, attributes[name])
+    return module
