@@ -64,6 +64,11 @@ def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
             f"{flag_name('positions')} rebase does not work with {what}: a request that holds all its tokens has no "
             f"lower positions to move to. Set {flag_name('budget')} to a number of tokens, with a policy that evicts."
         )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise EvictionConfigError(
+            f"{flag_name('positions')} rebase does not work with pipeline parallelism: it is not tested yet. Use "
+            f"--tensor-parallel-size, or {flag_name('positions')} absolute."
+        )
     model_tokens = model_limit(vllm_config.model_config)
     if vllm_config.model_config.max_model_len <= model_tokens:
         return  # no request gets that far

@@ -151,22 +151,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "lower --max-model-len, or use --kv-eviction-positions rebase",
     ),
     Refusal(
-        "--kv-eviction-positions rebase beside windows",
+        "windows under --kv-eviction-positions rebase",
         lambda c: _rebases(c) and _has_window_layers(c),
         "the keys in their windows would have to move too, which is not done yet",
         "use --kv-eviction-positions absolute",
     ),
     Refusal(
-        "--kv-eviction-positions rebase beside LongRoPE or dual chunk attention",
+        "LongRoPE or dual chunk attention under --kv-eviction-positions rebase",
         lambda c: _rebases(c) and _has_switching_rotary(c),
         "frequencies switch with the length, so a key cannot be moved",
         "use --kv-eviction-positions absolute",
-    ),
-    Refusal(
-        "--kv-eviction-positions rebase beside pipeline parallelism",
-        lambda c: _rebases(c) and c.parallel_config.pipeline_parallel_size > 1,
-        "it is not tested yet",
-        "use --tensor-parallel-size, or --kv-eviction-positions absolute",
     ),
     Refusal(
         "sliding-window layers without the hybrid KV cache manager",
