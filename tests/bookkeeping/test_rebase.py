@@ -106,9 +106,7 @@ def test_the_pool_is_asked_for_the_copies(stock_config):
     """No free block is left for a copy: the stream waits or somebody is preempted, and nothing breaks."""
     prefix = make_prompt("prefix", 32)
     for num_blocks in range(14, 26):
-        run = RebasingBench(
-            stock_config, chunk_tokens=8, num_blocks=num_blocks, settings={"budget": 32, "recent": 24}
-        )
+        run = RebasingBench(stock_config, chunk_tokens=8, num_blocks=num_blocks, settings={"budget": 32, "recent": 24})
         run.add("a", [*prefix, 1], 40)
         run.run_until(lambda run=run: run.scheduler.requests["a"].num_computed_tokens >= 32)
         run.add("b", [*prefix, 5, 2, 3], 40)

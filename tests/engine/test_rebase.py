@@ -7,6 +7,8 @@ import pytest
 from tests.engine import checks
 from tests.engine.harness import PAGE_TOKENS as P
 from tests.engine.harness import Run, random_prompt
+from tests.models.kinds import tiny_learned
+from vllm_evict.config import EvictionConfigError
 
 LIMIT = 8 * P
 POLICIES = {
@@ -221,3 +223,43 @@ def test_below_the_limit_nothing_changes(engine, short):
         tokens[positions] = run.answers["a"].tokens
         assert not run.rebases
     assert tokens["absolute"] == tokens["rebase"]
+
+
+# ---- refused ----
+
+
+@pytest.mark.parametrize(
+    ("eviction", "message"),
+    [
+        (rebasing(pages=7), r"224 in pages of 32, and 64 in flight, are 288 tokens, and the model has 256 positions"),
+        (
+            rebasing() | {"budget": "unlimited", "floor": 4 * P},
+            "rebase does not work with --kv-eviction-budget unlimited",
+        ),
+        (rebasing("keep-all"), "rebase does not work with --kv-eviction keep-all"),
+        (rebasing() | {"positions": "Rebase"}, "--kv-eviction-positions got 'Rebase': choose one of absolute, rebase"),
+    ],
+)
+def test_refused_with_the_numbers(engine, short, eviction, message):
+    with pytest.raises(EvictionConfigError, match=message):
+        engine(short, eviction=eviction, max_model_len=64 * P)
+
+
+def test_at_the_least_it_works(engine, short):
+    """Six pages and two in flight fill the model's positions exactly."""
+    with engine(short, eviction=rebasing(pages=6), max_model_len=64 * P) as served:
+        run = served.run({"a": random_prompt(15 * P, seed=1)}, max_tokens=5 * P)
+    check_all(run)
+
+
+def test_models_whose_positions_are_not_rotary_or_have_windows_are_refused(engine, models, tmp_path):
+    learned = tiny_learned(tmp_path)
+    with pytest.raises(EvictionConfigError, match="positions of layer .*: no rotary embedding was found beside it"):
+        engine(learned, eviction=rebasing())
+    with pytest.raises(EvictionConfigError, match="does not work with windows under"):
+        engine("tiny-swa", eviction=rebasing())
+
+
+def test_without_rebase_the_models_length_is_the_limit(engine, short):
+    with pytest.raises(ValueError, match="greater than the derived max_model_len"):
+        engine(short, eviction={"policy": "streaming", "budget": 4 * P}, max_model_len=64 * P)

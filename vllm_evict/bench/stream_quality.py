@@ -52,8 +52,13 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or str(embedded_model())
     args.output.mkdir(parents=True, exist_ok=True)
     settings = {
-        **{"model": Path(model).name, "tokens": args.tokens, "stretch": args.stretch, "budget": args.budget},
-        **{"dtype": args.dtype, "chunk": CHUNK_TOKENS, "text": args.text or "novels"},
+        "model": Path(model).name,
+        "tokens": args.tokens,
+        "stretch": args.stretch,
+        "budget": args.budget,
+        "dtype": args.dtype,
+        "chunk": CHUNK_TOKENS,
+        "text": args.text or "novels",
     }
     perplexities: dict[str, list[float]] = {}
     for name, eviction in methods(args.budget).items():

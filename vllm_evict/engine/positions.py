@@ -36,9 +36,7 @@ class RotaryPositions:
 
     """
 
-    def __init__(
-        self, page_tokens: int, layers: Sequence[tuple[KeyPages, Rotation]], device: torch.device
-    ) -> None:
+    def __init__(self, page_tokens: int, layers: Sequence[tuple[KeyPages, Rotation]], device: torch.device) -> None:
         self._page_tokens = page_tokens
         self._layers = layers
         self._device = device
@@ -47,7 +45,10 @@ class RotaryPositions:
         """Copy and turn pages, before the forward pass of the step that decided it."""
         for move in moves:
             sources, copies = self._on_device(move.sources), self._on_device(move.copies)
-            blocks, positions_down = self._on_device(move.block_ids), self._on_device(move.pages_down * self._page_tokens)
+            blocks, positions_down = (
+                self._on_device(move.block_ids),
+                self._on_device(move.pages_down * self._page_tokens),
+            )
             for pages, rotation in self._layers:
                 if len(copies):
                     pages.copy(sources, copies)

@@ -47,7 +47,7 @@ class EvictionSchedulerMixin:
             self.kv_cache_manager.allocate_slots = self._allocate_or_relieve
         self.page_evictor.stats.keeps_shares = self.log_stats
         limit_prefix_cache(self.kv_cache_manager.coordinator, self.page_evictor.num_exact_tokens)
-        logger.info(startup_line(config, self.page_evictor, num_blocks))
+        logger.info(startup_line(config, self.page_evictor, num_blocks, position_limit))
 
     def _find_evictor(self) -> EvictingBlockManager:
         managers = self.kv_cache_manager.coordinator.single_type_managers

@@ -90,7 +90,9 @@ def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
         )
 
 
-def startup_line(config: EvictionConfig, evictor: EvictingBlockManager, num_blocks: int) -> str:
+def startup_line(
+    config: EvictionConfig, evictor: EvictingBlockManager, num_blocks: int, position_limit: int | None = None
+) -> str:
     """Policy, lengths in tokens and pages, bounds, and concurrency without and with eviction."""
     spec = evictor.kv_cache_spec
     page_tokens = spec.block_size
@@ -114,6 +116,8 @@ def startup_line(config: EvictionConfig, evictor: EvictingBlockManager, num_bloc
         lengths.append(length("floor", config.floor, floor.budget_pages))
     lengths.append(length("sink", config.sink, least.sink_pages))
     lengths.append(length("recent", config.recent_tokens, (budget if budget.budget_pages else least).recent_pages))
+    if position_limit is not None:
+        lengths.append(f"positions rebased at {position_limit:,}")
     return (
         f"KV eviction {config.policy}: pages of {page_tokens} tokens; {'; '.join(lengths)}; "
         f"a request {'holds' if floor is None else 'can be brought down to'} at most {steady} pages decoding, "

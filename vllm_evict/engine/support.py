@@ -66,7 +66,11 @@ def _rebases(config: VllmConfig) -> bool:
 def _longer_than_the_model(config: VllmConfig) -> bool:
     # Without the variable vLLM itself refuses such a length.
     model = config.model_config
-    return not _rebases(config) and envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN and model.max_model_len > model.get_and_verify_max_len(None)
+    return (
+        not _rebases(config)
+        and envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN
+        and model.max_model_len > model.get_and_verify_max_len(None)
+    )
 
 
 REFUSALS: tuple[Refusal, ...] = (

@@ -68,7 +68,6 @@ class PagedGPUBuilderMixin(ResidentPagesBuilderMixin):
                 weight=layer_weight / key_cache.shape[2],
             )
 
-
     def key_pages(self) -> dict[str, KeyPages]:
         """The caches of this builder's layers, by name."""
         layers = self.vllm_config.compilation_config.static_forward_context
