@@ -104,8 +104,8 @@ def request_eviction(
         wanted = parse_config({**config.model_dump(), **changed})
         if config.rebases and not (wanted.evicts and wanted.budget != UNLIMITED and wanted.budget <= config.budget):
             raise EvictionConfigError(
-                f"this server runs with {flag_name('positions')} rebase, and more than {config.budget} tokens might not "
-                f"fit into the model's positions. Set {flag_name('budget')} to at most {config.budget}."
+                f"this server runs with {flag_name('positions')} rebase, and more than {config.budget} tokens might "
+                f"not fit into the model's positions. Set {flag_name('budget')} to at most {config.budget}."
             )
         return _eviction(wanted, page_tokens, pinned)
     except EvictionConfigError as error:

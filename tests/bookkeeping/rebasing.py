@@ -8,8 +8,8 @@ from vllm_evict.engine.resident import ResidentTable
 
 
 class RebasingBench(Bench):
-    """Checks after every forward that what is read stands at consecutive pages below the limit, the newest at its place,
-    and that what the prefix cache offers stands where it was computed.
+    """Checks after every forward that what is read stands in order below the limit, the newest token at its place, and
+    that what the prefix cache offers stands where it was computed.
 
     Args:
         limit_tokens: of the model; default: the least that the settings need.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tests.engine import checks
@@ -121,7 +123,7 @@ def copied(run: Run) -> int:
     count = 0
     for name in run.answers:
         rows = run.rows(name)
-        for before, after in zip(rows, rows[1:], strict=False):
+        for before, after in pairwise(rows):
             if before.epoch == after.epoch:
                 pairs = zip(before.table, after.table, strict=False)
                 count += sum(b is not None and a is not None and a != b for b, a in pairs)
@@ -133,7 +135,7 @@ def test_a_hit_as_long_as_the_model_moves_before_its_first_chunk(engine, short):
     prefix = random_prompt(7 * P, seed=1)
     with engine(short, eviction=rebasing(pages=3), chunk_tokens=4 * P, max_model_len=64 * P) as served:
         served.scheduler.scheduler_config.long_prefill_token_threshold = 0
-        first = served.run({"first": prefix[: 4 * P] + [7]}, max_tokens=1)
+        first = served.run({"first": [*prefix[: 4 * P], 7]}, max_tokens=1)
         prompts = {f"r{n}": prefix + random_prompt(3 * P, seed=n) for n in range(3)}
         second = served.run(prompts, max_tokens=4 * P)
     check_all(second)
@@ -254,7 +256,7 @@ def test_at_the_least_it_works(engine, short):
 
 def test_models_whose_positions_are_not_rotary_or_have_windows_are_refused(engine, models, tmp_path):
     learned = tiny_learned(tmp_path)
-    with pytest.raises(EvictionConfigError, match="positions of layer .*: no rotary embedding was found beside it"):
+    with pytest.raises(EvictionConfigError, match=r"positions of layer .*: no rotary embedding was found beside it"):
         engine(learned, eviction=rebasing())
     with pytest.raises(EvictionConfigError, match="does not work with windows under"):
         engine("tiny-swa", eviction=rebasing())

@@ -25,8 +25,8 @@ _NAME = "oracle-rebased"
 
 @dataclass(frozen=True)
 class Rebase:
-    """Before token `num_computed_tokens` the i-th resident page moved to position i * page_tokens, and every later token
-    stands `offset` below its place in the text."""
+    """Before token `num_computed_tokens` the i-th resident page moved to position i * page_tokens; later tokens stand
+    `offset` below their places in the text."""
 
     num_computed_tokens: int
     offset: int

@@ -130,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{args.tokens:,} tokens through a model of {MODEL_TOKENS:,} positions, budget {BUDGET_TOKENS}, chunks of "
         f"{CHUNK_TOKENS}: {long.num_rebases:,} rebases, at most {long.most_pages} pages held; memory "
-        f"{' to '.join(_mib(long.prompt_bytes))} MiB through the prompt, {' to '.join(_mib(long.decode_bytes))} decoding: "
+        f"{' to '.join(_mib(long.prompt_bytes))} MiB through the prompt, "
+        f"{' to '.join(_mib(long.decode_bytes))} decoding: "
         f"{long.growth_bytes / args.tokens:+.2f} bytes per token"
     )
     memory = 1 + long.growth_bytes / long.prompt_bytes[0]

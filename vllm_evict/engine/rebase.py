@@ -1,8 +1,8 @@
 """The scheduler's side of `--kv-eviction-positions rebase`: when a request's pages move down, and what that takes.
 
-Three numbers stay apart: tokens seen (vLLM's ``num_computed_tokens``), the write slot (the logical page), and the rotary
-position = tokens seen - offset. Only the last is rebased. The offset is a whole number of pages, so that a page's
-tokens stay neighbours.
+Three numbers stay apart: tokens seen (vLLM's ``num_computed_tokens``), the write slot (the logical page), and the
+rotary position = tokens seen - offset. Only the last is rebased. The offset is a whole number of pages, so that a
+page's tokens stay neighbours.
 """
 
 from __future__ import annotations
