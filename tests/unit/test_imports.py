@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "scores": {"pages"},
     "config": {"pages", "policies", "scores"},
     "requests": {"pages", "policies", "config"},
-    "engine": {"pages", "policies", "scores", "config", "requests"},
+    "positions": {"scores"},
+    "engine": {"pages", "policies", "scores", "config", "requests", "positions"},
     "reference": set(),
 }
 

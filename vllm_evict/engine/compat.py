@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention import selector
@@ -91,6 +91,34 @@ def xformers_backend() -> AttentionBackendEnum:
         register_backend(_XFORMERS, "vllm_evict.engine.attention.xformers.XFormersBackend")
         AttentionBackendEnum[_XFORMERS].__reduce_ex__ = lambda protocol: (xformers_backend, ())
     return AttentionBackendEnum[_XFORMERS]
+
+
+def allow_longer_than_the_model(engine_args: EngineArgs) -> None:
+    """Let ``max_model_len`` of this engine exceed the length its model was made for, without an environment variable.
+
+    Through vLLM's own setting where it has one, which is what patches/long-max-model-len.patch proposes; else the
+    config is made with the model's own length and given the longer one afterwards. Remove that when every supported
+    vLLM has the setting.
+    """
+    if hasattr(engine_args, "allow_long_max_model_len"):
+        engine_args.allow_long_max_model_len = True
+        return
+    create_model_config = engine_args.create_model_config
+
+    @functools.wraps(create_model_config)
+    def create_with_any_length() -> ModelConfig:
+        wanted = engine_args.max_model_len
+        if wanted is None or wanted <= 0:  # the model's own, or as much as fits in memory
+            return create_model_config()
+        engine_args.max_model_len = None
+        try:
+            model_config = create_model_config()
+        finally:
+            engine_args.max_model_len = wanted
+        model_config.original_max_model_len = model_config.max_model_len = wanted
+        return model_config
+
+    engine_args.create_model_config = create_with_any_length
 
 
 @contextmanager

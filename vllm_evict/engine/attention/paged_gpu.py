@@ -17,6 +17,7 @@ from vllm_evict.engine.attention.metadata import RequestIds, ResidentPagesBuilde
 from vllm_evict.engine.host_copy import to_device
 from vllm_evict.engine.runtime import EvictionRuntime, MassRequest
 from vllm_evict.engine.spec import evicting_spec
+from vllm_evict.positions.pages import KeyPages, PlainKeyPages
 from vllm_evict.scores import triton as kernels
 
 
@@ -66,6 +67,13 @@ class PagedGPUBuilderMixin(ResidentPagesBuilderMixin):
                 key_difference=key_difference,
                 weight=layer_weight / key_cache.shape[2],
             )
+
+    def key_pages(self) -> dict[str, KeyPages]:
+        """The caches of this builder's layers, by name."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        caches = {name: layers[name].kv_cache for name in self.layer_names}
+        head_size = self.kv_cache_spec.head_size
+        return {name: PlainKeyPages(cache, cache[..., :head_size]) for name, cache in caches.items()}
 
 
 class PageMassImplMixin:
