@@ -509,6 +509,9 @@ class Engine:
             self.runner.prepare_inputs = watched_prepare_inputs
         self._hook = self.runner.model.register_forward_pre_hook(self._watch_forward, with_kwargs=True)
 
+    read_metadata = staticmethod(lambda metadata: metadata)
+    """How to find `query_start_loc`, `seq_lens`, `slot_mapping` and `block_table` in a layer's metadata."""
+
     def _watch_forward(self, module, args, kwargs) -> None:
         """See what the model and the kernels are given: called inside the forward context."""
         from vllm.forward_context import get_forward_context
@@ -516,7 +519,7 @@ class Engine:
         output = self._step.get("output")
         if output is None:
             return
-        metadata = get_forward_context().attn_metadata[self._layer_names[0]]
+        metadata = self.read_metadata(get_forward_context().attn_metadata[self._layer_names[0]])
         positions = kwargs["positions"]
         starts = metadata.query_start_loc.tolist()
         cached_starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_evict.engine.metrics import EvictionMetrics
 
 _MARK = "_vllm_evict_hooked"
+_XFORMERS = "XFORMERS"
 
 
 def hook_engine_args() -> None:
@@ -77,6 +78,19 @@ def _wrap_engine_args() -> None:
     EngineArgs.add_cli_args = staticmethod(add_cli_args_with_flags)
     EngineArgs.from_cli_args = classmethod(from_cli_args_with_settings)
     EngineArgs.create_engine_config = create_engine_config_with_eviction
+
+
+def xformers_backend() -> AttentionBackendEnum:
+    """``--attention-backend XFORMERS``, which vLLM has dropped. Idempotent.
+
+    vLLM can add a member to its enumeration, but would pickle it by value, and a worker unpickles its config before
+    it loads the plugins that add the member: so it is pickled as a call of this function. Remove that when every
+    supported vLLM unpickles members that a plugin has added.
+    """
+    if _XFORMERS not in AttentionBackendEnum.__members__:
+        register_backend(_XFORMERS, "vllm_evict.engine.attention.xformers.XFormersBackend")
+        AttentionBackendEnum[_XFORMERS].__reduce_ex__ = lambda protocol: (xformers_backend, ())
+    return AttentionBackendEnum[_XFORMERS]
 
 
 def allow_longer_than_the_model(engine_args: EngineArgs) -> None:

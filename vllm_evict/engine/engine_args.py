@@ -34,6 +34,8 @@ class EvictionEngineArgs:
         with one_line_errors():
             settings = settings_from_args(args)
             engine_args.additional_config = merge_settings(engine_args.additional_config, settings)
+        # Further API servers are processes that start from ``args``, before this plugin is loaded there.
+        args.additional_config = engine_args.additional_config
         setattr(engine_args, _FROM_CLI, True)
 
     def before_engine_config(self, engine_args: EngineArgs) -> None:
@@ -61,7 +63,7 @@ def _hook_front_end(engine_args: EngineArgs) -> None:
 
     compat.hook_requests(check_request)
     compat.hook_stats(metrics_of, take_report)
-    if getattr(engine_args, _FROM_CLI, False):
+    if getattr(engine_args, _FROM_CLI, False) or engine_args._api_process_count > 1:
         compat.hook_streams(StreamReport)
 
 

@@ -225,8 +225,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
-EVICTING_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-"""vLLM's names of the attention backends that read resident pages."""
+EVICTING_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "XFORMERS")
+"""Names of the attention backends that read resident pages."""
 
 
 def _reads_resident_pages(layer) -> bool:

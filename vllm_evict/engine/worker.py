@@ -13,11 +13,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_evict.config import EvictionConfigError, flag_name
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
-from vllm_evict.engine.compat import attention_backends
+from vllm_evict.engine.compat import attention_backends, xformers_backend
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.positions import RotaryPositions, check_keys_turn, rotations_of
 from vllm_evict.engine.rows import RowBuffers
@@ -32,8 +34,9 @@ BACKENDS = {
     AttentionBackendEnum.FLASH_ATTN: "vllm_evict.engine.attention.flash_attn.EvictionFlashAttentionBackend",
     AttentionBackendEnum.FLASHINFER: "vllm_evict.engine.attention.flashinfer.EvictionFlashInferBackend",
     AttentionBackendEnum.TRITON_ATTN: "vllm_evict.engine.attention.triton_attn.EvictionTritonAttentionBackend",
+    xformers_backend(): "vllm_evict.engine.attention.xformers.EvictionXFormersBackend",
 }
-"""vLLM's attention backends that can evict, and what takes their place."""
+"""Attention backends that can evict, and what takes their place."""
 
 
 def _mean_over_ranks(measured: torch.Tensor) -> torch.Tensor:
@@ -84,10 +87,7 @@ class EvictionWorkerMixin:
             num_layers=len(group.layer_names),
             buffers=RowBuffers(
                 max_rows=scheduler_config.max_num_seqs,
-                # Without a budget, or while there is room, a request may grow to its full length.
-                max_pages=min(
-                    pages_for(self.vllm_config.model_config.max_model_len, page_tokens), kv_cache_config.num_blocks
-                ),
+                max_pages=self._table_width(page_tokens, kv_cache_config.num_blocks),
                 page_tokens=page_tokens,
                 device=self.device,
             ),
@@ -97,6 +97,7 @@ class EvictionWorkerMixin:
         for attention_group in self.model_runner.attn_groups[group_id]:
             for builder in attention_group.metadata_builders:
                 assert isinstance(builder, ResidentPagesBuilderMixin)
+                _check_kernel_page(builder.kv_cache_spec.block_size, page_tokens, attention_group.backend.get_name())
                 builder.bind(self.eviction, self._request_ids)
         if self.eviction.rebases:
             builders = [b for g in self.model_runner.attn_groups[group_id] for b in g.metadata_builders]
@@ -141,6 +142,12 @@ class EvictionWorkerMixin:
 
         self.model_runner._model_forward = forward_at_rotary_positions
 
+    def _table_width(self, page_tokens: int, num_blocks: int) -> int:
+        # Without a budget, or while there is room, a request may grow to its full length.
+        full_pages = pages_for(self.vllm_config.model_config.max_model_len, page_tokens)
+        # Kernels may read whole 128 tokens' worth of a row at once.
+        return get_block_table_width(min(full_pages, num_blocks), page_tokens)
+
     def execute_model(self, scheduler_output: SchedulerOutput):
         self.eviction.begin_step(scheduler_output)
         return self._end_step(super().execute_model(scheduler_output))
@@ -158,6 +165,15 @@ class EvictionWorkerMixin:
         if batch.req_idx is None:  # the V1 model runner
             return runner.input_batch.req_ids[: batch.num_reqs]
         return [runner.req_states.index_to_req_id[index] for index in batch.req_idx.tolist()]
+
+
+def _check_kernel_page(kernel_page_tokens: int, page_tokens: int, backend: str) -> None:
+    """Refuse a page that vLLM splits for the kernel, whose block ids are then not those of the scheduler."""
+    if kernel_page_tokens != page_tokens:
+        raise EvictionConfigError(
+            f"KV eviction takes whole pages, and {backend} reads pages of {kernel_page_tokens} tokens where "
+            f"--block-size is {page_tokens}. Use --block-size {kernel_page_tokens}, or drop {flag_name('policy')}."
+        )
 
 
 def _spec_of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:

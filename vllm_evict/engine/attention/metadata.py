@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, iter_layer_specs
 
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.runtime import EvictionRuntime
@@ -35,9 +35,8 @@ class ResidentPagesBuilderMixin:
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
         """What the stock builder can, unless attention is observed: a full graph would replay that step's queries."""
-        if isinstance(kv_cache_spec, EvictingAttentionSpec) and (
-            "attention" in config_of(vllm_config).make_policy().signals
-        ):
+        evicts = any(isinstance(spec, EvictingAttentionSpec) for spec in iter_layer_specs(kv_cache_spec))
+        if evicts and "attention" in config_of(vllm_config).make_policy().signals:
             return AttentionCGSupport.NEVER
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
