@@ -4,13 +4,14 @@
     python examples/endless_chat.py --turns 5 --model-tokens 1024
     python examples/endless_chat.py --url http://127.0.0.1:8000/v1 --model NAME
 
-Every turn sends the whole conversation, as a chat client does. A server without `--kv-eviction-positions rebase` answers
-HTTP 400 as soon as that is longer than the model.
+Every turn sends the whole conversation, as a chat client does. A server without `--kv-eviction-positions rebase`
+answers HTTP 400 as soon as that is longer than the model.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ def main() -> int:
     if args.url:
         chat(args.url, args.model, args.turns, args.answer_tokens)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally` below
     with tempfile.TemporaryDirectory(prefix="vllm-evict-endless-") as folder:
         log, port = Path(folder) / "server.log", free_port()
         server = start_server(port, args.model_tokens, log)

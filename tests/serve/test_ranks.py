@@ -14,6 +14,7 @@ import torch
 from tests.models.plant import HEAVY, NUM_NEUTRAL_TOKENS, plant
 from tests.models.tiny import VOCAB_TOKENS, tiny
 from tests.oracle.trace import read_trace
+from tests.oracle.trace import read_rebases
 from tests.serve.server import Server
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -89,6 +90,21 @@ def test_two_tensor_parallel_ranks_decide_as_one(model, alone, tmp_path, policy)
         found = answers(server)
     assert found == alone(policy)
     assert [bool(lines) for _, lines in found.values()] == [False, True, True, True]
+
+
+def test_two_tensor_parallel_ranks_move_the_same_pages(tmp_path):
+    """Each turns the keys of its own heads; a model of eight pages, which two of the requests pass."""
+    model = tiny(tmp_path / "short", max_positions=8 * P)
+    found = {}
+    for name, options in (("one", ()), ("two", TWO_RANKS)):
+        folder = tmp_path / name
+        folder.mkdir()
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
+        with serving(model, folder, "h2o", "--kv-eviction-positions", "rebase", *options, **environment) as server:
+            found[name] = answers(server)
+        rebases = read_rebases(folder / "trace.jsonl")
+        assert len(rebases) == 2 and all(len(moved) >= 1 for moved in rebases.values())
+    assert found["one"] == found["two"]
 
 
 @pytest.mark.parametrize("kv_head", [0, 1])

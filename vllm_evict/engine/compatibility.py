@@ -96,6 +96,7 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
         "tests/engine/test_rebase.py::test_branches_move_each_for_itself",
         "tests/engine/test_rebase.py::test_preemption_starts_over",
         "tests/engine/test_rebase.py::test_prompt_logprobs_past_the_limit",
+        "tests/serve/test_ranks.py::test_two_tensor_parallel_ranks_move_the_same_pages",
     ),
     "fp32, bf16, fp16": ("tests/engine/test_half.py::test_error_is_that_of_the_number_format",),
     "tensor parallelism": (
