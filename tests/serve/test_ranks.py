@@ -13,8 +13,7 @@ import torch
 
 from tests.models.plant import HEAVY, NUM_NEUTRAL_TOKENS, plant
 from tests.models.tiny import VOCAB_TOKENS, tiny
-from tests.oracle.trace import read_trace
-from tests.oracle.trace import read_rebases
+from tests.oracle.trace import read_rebases, read_trace
 from tests.serve.server import Server
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
