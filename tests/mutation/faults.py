@@ -25,6 +25,8 @@ PREFIX = ("tests/engine/test_prefix.py", "streaming")
 HASHED = ("tests/engine/test_prefix.py", "streaming and nothing_computed_after_a_hole")
 LIMITS = ("tests/engine/test_limits.py", "streaming and (unscheduled or minimum or small_pool)")
 CANARY = ("tests/engine/test_canary.py", "streaming")
+REBASE = ("tests/engine/test_rebase.py", "streaming and odd and not alone")
+REBASE_SHARED = ("tests/engine/test_rebase.py", "hit_is_copied or nobody_finds or branches")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,62 @@ def _position_off_by_a_page(patch: Patch) -> None:
         return forward(self, *args, positions=positions.where(positions < 6 * 32, positions - 32), **kwargs)
 
     patch(GPUModelRunner, "_model_forward", shifted)
+
+
+# ---- positions that rebase ----
+
+
+def _keys_stay(patch: Patch) -> None:
+    from vllm_evict.engine import positions
+
+    patch(positions, "move_pages", lambda *args: None)
+
+
+def _keys_move_up(patch: Patch) -> None:
+    from vllm_evict.engine import positions
+
+    move_pages = positions.move_pages
+    patch(positions, "move_pages", lambda pages, rotation, blocks, down: move_pages(pages, rotation, blocks, -down))
+
+
+def _last_page_stays(patch: Patch) -> None:
+    from vllm_evict.engine import positions
+
+    move_pages = positions.move_pages
+    patch(
+        positions,
+        "move_pages",
+        lambda pages, rotation, blocks, down: move_pages(pages, rotation, blocks[:-1], down[:-1]),
+    )
+
+
+def _offset_of_the_first_request(patch: Patch) -> None:
+    from vllm_evict.engine.positions import RotaryPositions
+
+    lower = RotaryPositions.lower
+
+    def lower_all_alike(self, positions, requests):
+        num_tokens = sum(request.num_scheduled_tokens for request in requests)
+        lower(self, positions, [replace(requests[0], num_scheduled_tokens=num_tokens)])
+
+    patch(RotaryPositions, "lower", lower_all_alike)
+
+
+def _shared_pages_turned_in_place(patch: Patch) -> None:
+    from vllm_evict.engine.messages import Rebase
+    from vllm_evict.engine.rebase import PositionKeeper
+
+    def rebase_in_place(self, request_id, blocks, resident):
+        found = self._rebases[request_id] = Rebase(len(blocks) - len(resident), tuple(resident))
+        return found
+
+    patch(PositionKeeper, "rebase", rebase_in_place)
+
+
+def _copies_are_empty(patch: Patch) -> None:
+    from vllm_evict.positions.pages import PackedKeyPages
+
+    patch(PackedKeyPages, "copy", lambda self, sources, blocks: None)
 
 
 # ---- which page goes ----
@@ -353,4 +411,20 @@ FAULTS = (
     Fault("hit pages pinned", "a long prefix hit is held whole", _hit_pages_pinned, (PREFIX,)),
     Fault("trace silent on a hit", "holes in a prefix hit are not traced", _holes_forgotten_on_a_hit, (PREFIX,)),
     Fault("trace comes late", "an eviction is traced one token late", _trace_comes_late, (STREAMING,)),
+    Fault("keys stay", "positions are rebased, and keys are not moved", _keys_stay, (REBASE,)),
+    Fault("keys move up", "keys are moved the wrong way", _keys_move_up, (REBASE,)),
+    Fault("last page stays", "all keys are moved but those of the newest page", _last_page_stays, (REBASE,)),
+    Fault(
+        "offset of the first request",
+        "all of a batch are given the first one's offset",
+        _offset_of_the_first_request,
+        (REBASE,),
+    ),
+    Fault(
+        "shared pages turned in place",
+        "pages move though others hold or may find them",
+        _shared_pages_turned_in_place,
+        (REBASE_SHARED,),
+    ),
+    Fault("copies are empty", "a page is copied without what is in it", _copies_are_empty, (REBASE_SHARED,)),
 )

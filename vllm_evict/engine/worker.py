@@ -134,11 +134,11 @@ class EvictionWorkerMixin:
         forward = self.model_runner._model_forward
 
         @functools.wraps(forward)
-        def forward_at_rotary_positions(input_ids=None, positions=None, *args, **kwargs):
+        def forward_at_rotary_positions(*args, positions, **kwargs):
             if self.eviction.in_step:
                 assert self.eviction.positions is not None
                 self.eviction.positions.lower(positions, self.eviction.step_requests)
-            return forward(input_ids, positions, *args, **kwargs)
+            return forward(*args, positions=positions, **kwargs)
 
         self.model_runner._model_forward = forward_at_rotary_positions
 
