@@ -1,7 +1,6 @@
 """The workers' side of `--kv-eviction-positions rebase`: keys in the caches move, and so do the positions of a step.
 
-What depends on the model runner is in two places: the positions that the model is given (`RotaryPositions.lower`), and
-the dummy run that proves the rotation (`check_keys_turn`).
+What depends on the model runner is in `runners`.
 """
 
 from __future__ import annotations

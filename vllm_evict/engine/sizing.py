@@ -69,11 +69,6 @@ def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
             f"{flag_name('positions')} rebase does not work with pipeline parallelism: it is not tested yet. Use "
             f"--tensor-parallel-size, or {flag_name('positions')} absolute."
         )
-    if vllm_config.use_v2_model_runner:
-        raise EvictionConfigError(
-            f"{flag_name('positions')} rebase does not work with the V2 model runner yet: set "
-            f"VLLM_USE_V2_MODEL_RUNNER=0, or use {flag_name('positions')} absolute."
-        )
     model_tokens = model_limit(vllm_config.model_config)
     if vllm_config.model_config.max_model_len <= model_tokens:
         return  # no request gets that far

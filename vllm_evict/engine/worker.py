@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
@@ -23,6 +19,7 @@ from vllm_evict.engine.compat import attention_backends, xformers_backend
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.positions import RotaryPositions, check_keys_turn, rotations_of
 from vllm_evict.engine.rows import RowBuffers
+from vllm_evict.engine.runners import adapter_of
 from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.sizing import check_pool, model_limit
 from vllm_evict.engine.spec import EvictingAttentionSpec
@@ -94,15 +91,16 @@ class EvictionWorkerMixin:
             mean_over_ranks=_mean_over_ranks if get_tp_group().world_size > 1 else None,
             asynchronous=bool(scheduler_config.async_scheduling),
         )
+        runner = adapter_of(self.model_runner)
         for attention_group in self.model_runner.attn_groups[group_id]:
             for builder in attention_group.metadata_builders:
                 assert isinstance(builder, ResidentPagesBuilderMixin)
                 _check_kernel_page(builder.kv_cache_spec.block_size, page_tokens, attention_group.backend.get_name())
-                builder.bind(self.eviction, self._request_ids)
+                builder.bind(self.eviction, runner.request_ids)
         if self.eviction.rebases:
             builders = [b for g in self.model_runner.attn_groups[group_id] for b in g.metadata_builders]
             self.eviction.positions = self._rotary_positions(group.layer_names, builders, page_tokens)
-            self._lower_positions()
+            runner.lower_positions(self._lower_positions)
 
     def _rotary_positions(
         self, layer_names: list[str], builders: list[ResidentPagesBuilderMixin], page_tokens: int
@@ -113,34 +111,15 @@ class EvictionWorkerMixin:
         layers = {name: context[name] for name in layer_names if not context[name].kv_sharing_target_layer_name}
         model_tokens = model_limit(self.vllm_config.model_config)
         rotations = rotations_of(self.model_runner.get_model(), layers, model_tokens)
-        check_keys_turn(self._run_at, layers, rotations, model_tokens)
+        check_keys_turn(adapter_of(self.model_runner).run_at, layers, rotations, model_tokens)
         caches = {name: pages for builder in builders for name, pages in builder.key_pages().items()}
         cached = [(caches[name], rotation) for name, rotation in rotations.items()]
         return RotaryPositions(page_tokens, cached, self.device)
 
-    # ---- what rebased positions need of the V1 model runner ----
-
-    def _run_at(self, num_tokens: int, first_position: int) -> None:
-        positions = self.model_runner.positions
-        positions[:num_tokens] = torch.arange(first_position, first_position + num_tokens)
-        self.model_runner._dummy_run(num_tokens)
-        positions[:num_tokens] = 0
-
-    def _lower_positions(self) -> None:
-        """Between the slot mapping, which needs positions in the text, and the model, which needs rotary ones.
-
-        In place: the runner computes its positions anew in every step and reads them no more in this one.
-        """
-        forward = self.model_runner._model_forward
-
-        @functools.wraps(forward)
-        def forward_at_rotary_positions(*args, positions, **kwargs):
-            if self.eviction.in_step:
-                assert self.eviction.positions is not None
-                self.eviction.positions.lower(positions, self.eviction.step_requests)
-            return forward(*args, positions=positions, **kwargs)
-
-        self.model_runner._model_forward = forward_at_rotary_positions
+    def _lower_positions(self, positions: torch.Tensor) -> None:
+        if self.eviction.in_step:
+            assert self.eviction.positions is not None
+            self.eviction.positions.lower(positions, self.eviction.step_requests)
 
     def _table_width(self, page_tokens: int, num_blocks: int) -> int:
         # Without a budget, or while there is room, a request may grow to its full length.
@@ -159,12 +138,6 @@ class EvictionWorkerMixin:
         if isinstance(output, (ModelRunnerOutput, AsyncModelRunnerOutput)):
             return self.eviction.end_step(output)
         return output  # None: the step goes on in sample_tokens().
-
-    def _request_ids(self, batch: CommonAttentionMetadata) -> Sequence[str]:
-        runner = self.model_runner
-        if batch.req_idx is None:  # the V1 model runner
-            return runner.input_batch.req_ids[: batch.num_reqs]
-        return [runner.req_states.index_to_req_id[index] for index in batch.req_idx.tolist()]
 
 
 def _check_kernel_page(kernel_page_tokens: int, page_tokens: int, backend: str) -> None:
