@@ -13,7 +13,6 @@ from vllm_evict.config import (
     OVERRIDES,
     POLICY_NAMES,
     POSITIONS,
-    POSITIONS,
     EvictionConfig,
     EvictionConfigError,
     flag_name,
@@ -51,7 +50,6 @@ FIELDS = {
     "trace": (("trace.jsonl", None), (5, ["trace.jsonl"], True), ("path of a file",)),
     "overrides": (OVERRIDES, ("", "lowers", "all"), OVERRIDES),
     "positions": (POSITIONS, ("", "relative", "Rebase"), POSITIONS),
-    "positions": (POSITIONS, ("", "Rebase", "relative"), POSITIONS),
     "seed": ((0, MAX_TOKENS), (-1, *TOO_LARGE, *NOT_WHOLE, None), (RANGE,)),
 }
 
