@@ -89,7 +89,7 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
     "models of transformers (--model-impl transformers)": (
         "tests/features/test_kinds.py::test_models_in_the_words_of_transformers",
     ),
-    "requests past the model's length (--kv-eviction-positions rebase, V1 model runner)": (
+    "requests past the model's length (--kv-eviction-positions rebase)": (
         "tests/engine/test_rebase.py::test_run",
         "tests/engine/test_rebase.py::test_kinds",
         "tests/engine/test_rebase.py::test_a_hit_is_copied_while_others_hold_it",
