@@ -107,8 +107,9 @@ def _builder(engine):
 
 def capture(engine, num_rows: int = 3) -> dict:
     """Metadata as a model runner asks for them when it captures a graph of `num_rows` decoding requests."""
-    from tests.triton import cuda_ops
     from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from tests.triton import cuda_ops
 
     starts = torch.arange(num_rows + 1, dtype=torch.int32)
     lengths = torch.ones(num_rows, dtype=torch.int32)

@@ -122,7 +122,11 @@ def test_attention_reads_resident_pages(seen):
             tuple(block for block in row.table if block is not None): row.physical_tokens for row in step.rows.values()
         }
         evicted += sum(None in row.table for row in step.rows.values())
-        read = [(table, length) for call in attention_calls(calls) for table, length in zip(call.tables, call.lengths, strict=True)]
+        read = [
+            (table, length)
+            for call in attention_calls(calls)
+            for table, length in zip(call.tables, call.lengths, strict=True)
+        ]
         assert set(read) == set(resident.items())
         num_layers = len(read) / len(resident)
         assert num_layers == 2
