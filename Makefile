@@ -9,7 +9,7 @@ ARGS ?=
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-all lint format bench bench-overhead bench-scheduler bench-pressure soak model setup lock check-wheel clean distclean
+.PHONY: help serve demo test test-all lint format bench bench-overhead bench-scheduler bench-pressure soak stream-100k stream-4m model setup lock check-wheel clean distclean
 
 BIN := .venv/bin
 export PYTHON DEVICE
@@ -55,6 +55,12 @@ bench-pressure: setup model ## A pool for 60 % of the load: eviction against pre
 
 soak: setup model ## Half an hour of mixed load: does any process grow? (ARGS='--minutes 5')
 	@exec $(BIN)/vllm-evict bench soak $(ARGS)
+
+stream-100k: setup ## 100,000 tokens through one request: time per token and memory at both ends
+	@exec $(BIN)/vllm-evict bench stream --tokens 100000 --window 20000 --decode 1000 $(ARGS)
+
+stream-4m: setup ## The same with 4 million tokens
+	@exec $(BIN)/vllm-evict bench stream $(ARGS)
 
 model: setup ## Prepare the embedded model and print its folder
 	@$(BIN)/vllm-evict model

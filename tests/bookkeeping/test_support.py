@@ -99,6 +99,20 @@ TRIGGERS = [
             "model_config.hf_text_config": SimpleNamespace(layer_types=["sliding_attention"]),
         },
     ),
+    (
+        "windows under",
+        {
+            "additional_config": {"kv_eviction": {"positions": "rebase"}},
+            "model_config.hf_text_config": SimpleNamespace(layer_types=["sliding_attention"]),
+        },
+    ),
+    (
+        "LongRoPE",
+        {
+            "additional_config": {"kv_eviction": {"positions": "rebase"}},
+            "model_config.hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "longrope"}),
+        },
+    ),
     ("quantised KV cache", {"cache_config.cache_dtype": "fp8"}),
     ("quantised KV cache", {"cache_config.cache_dtype": "fp8_e5m2"}),
     ("KV cache events", {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}),
@@ -117,6 +131,8 @@ HARMLESS = [
     {"model_config.hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"])},
     {"model_config.hf_text_config": SimpleNamespace(layer_types=None, attention_chunk_size=None)},
     {"cache_config.cache_dtype": "bfloat16"},
+    {"additional_config": {"kv_eviction": {"positions": "rebase"}}, "model_config.max_model_len": 65},
+    {"model_config.hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "longrope"})},
     {"scheduler_config.disable_hybrid_kv_cache_manager": None},
 ]
 

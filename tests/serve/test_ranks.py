@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 import torch
 
 from tests.models.plant import HEAVY, NUM_NEUTRAL_TOKENS, plant
 from tests.models.tiny import VOCAB_TOKENS, tiny
+from tests.oracle.trace import read_trace
 from tests.serve.server import Server
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -104,11 +106,29 @@ def test_a_heavy_hitter_that_one_rank_sees(tmp_path, kv_head):
 
 
 def test_two_api_servers(model, alone, tmp_path):
-    """The flag is known in both, and the one engine evicts."""
+    """The flag is known in both, the one engine evicts, and its metrics are whole whichever of them is asked."""
     with serving(model, tmp_path, "h2o", "--api-server-count", "2") as server:
         (line,) = [line for line in server.log.splitlines() if "KV eviction h2o" in line]
         assert "budget 128 tokens = 4 pages" in line
         assert answers(server) == alone("h2o")
+        for length in range(8):  # each over a connection of its own, so that both have their share
+            prompt = list(range(8 * P, 14 * P + length))
+            server.post("/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": P, "ignore_eos": True})
+            with pytest.raises(HTTPError, match="400"):
+                too_little = {"kv_eviction_budget": 1}
+                server.post("/v1/completions", {"model": "tiny", "prompt": prompt, "vllm_xargs": too_little})
+            body = {"prompt": prompt, "max_tokens": 1, "stream_options": {"include_usage": True}}
+            with server.event_stream("/v1/completions", body) as stream:
+                assert b'"kv_eviction"' in stream.read()
+        server.wait_idle(30)
+        assert server.metric("vllm:kv_eviction_refused_requests_total") == 8
+        lines = [line for lines in read_trace(tmp_path / "trace.jsonl").values() for line in lines]
+        assert len({line.request for line in lines}) > 3 + 8
+        for _ in range(8):
+            assert server.metric("vllm:kv_eviction_evicted_pages_total") == sum(len(line.pages) for line in lines)
+            assert server.metric("vllm:kv_eviction_evicted_mass_share_count") == len(lines)
+            assert server.metric("vllm:kv_eviction_resident_tokens") == 0
+            assert server.metric("vllm:kv_eviction_logical_tokens") == 0
 
 
 def test_two_data_parallel_engines(model, alone, tmp_path):

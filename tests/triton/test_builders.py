@@ -56,7 +56,7 @@ def case(name: str, model: Path, folder: Path) -> Case:
         "page_tokens": P,
         "chunk_tokens": 2 * P,
         "num_pages": 32,
-        "max_model_len": 256,
+        "max_model_len": 15 * P,
         "max_num_seqs": 4,
     }
     run = {"prompts": PROMPTS, "max_tokens": TOKENS, "num_logits": -1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,11 +19,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_evict.config import EvictionConfigError, flag_name
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
-from vllm_evict.engine.compat import attention_backends
+from vllm_evict.engine.compat import attention_backends, xformers_backend
 from vllm_evict.engine.configure import config_of
+from vllm_evict.engine.positions import RotaryPositions, check_keys_turn, rotations_of
 from vllm_evict.engine.rows import RowBuffers
 from vllm_evict.engine.runtime import EvictionRuntime
-from vllm_evict.engine.sizing import check_pool
+from vllm_evict.engine.sizing import check_pool, model_limit
 from vllm_evict.engine.spec import EvictingAttentionSpec
 from vllm_evict.engine.support import check_layers
 from vllm_evict.pages import pages_for
@@ -32,8 +34,9 @@ BACKENDS = {
     AttentionBackendEnum.FLASH_ATTN: "vllm_evict.engine.attention.flash_attn.EvictionFlashAttentionBackend",
     AttentionBackendEnum.FLASHINFER: "vllm_evict.engine.attention.flashinfer.EvictionFlashInferBackend",
     AttentionBackendEnum.TRITON_ATTN: "vllm_evict.engine.attention.triton_attn.EvictionTritonAttentionBackend",
+    xformers_backend(): "vllm_evict.engine.attention.xformers.EvictionXFormersBackend",
 }
-"""vLLM's attention backends that can evict, and what takes their place."""
+"""Attention backends that can evict, and what takes their place."""
 
 
 def _mean_over_ranks(measured: torch.Tensor) -> torch.Tensor:
@@ -96,6 +99,48 @@ class EvictionWorkerMixin:
                 assert isinstance(builder, ResidentPagesBuilderMixin)
                 _check_kernel_page(builder.kv_cache_spec.block_size, page_tokens, attention_group.backend.get_name())
                 builder.bind(self.eviction, self._request_ids)
+        if self.eviction.rebases:
+            builders = [b for g in self.model_runner.attn_groups[group_id] for b in g.metadata_builders]
+            self.eviction.positions = self._rotary_positions(group.layer_names, builders, page_tokens)
+            self._lower_positions()
+
+    def _rotary_positions(
+        self, layer_names: list[str], builders: list[ResidentPagesBuilderMixin], page_tokens: int
+    ) -> RotaryPositions:
+        """What moves keys; proven on the loaded model first."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        # Who shares the cache of another layer writes no keys.
+        layers = {name: context[name] for name in layer_names if not context[name].kv_sharing_target_layer_name}
+        model_tokens = model_limit(self.vllm_config.model_config)
+        rotations = rotations_of(self.model_runner.get_model(), layers, model_tokens)
+        check_keys_turn(self._run_at, layers, rotations, model_tokens)
+        caches = {name: pages for builder in builders for name, pages in builder.key_pages().items()}
+        cached = [(caches[name], rotation) for name, rotation in rotations.items()]
+        return RotaryPositions(page_tokens, cached, self.device)
+
+    # ---- what rebased positions need of the V1 model runner ----
+
+    def _run_at(self, num_tokens: int, first_position: int) -> None:
+        positions = self.model_runner.positions
+        positions[:num_tokens] = torch.arange(first_position, first_position + num_tokens)
+        self.model_runner._dummy_run(num_tokens)
+        positions[:num_tokens] = 0
+
+    def _lower_positions(self) -> None:
+        """Between the slot mapping, which needs positions in the text, and the model, which needs rotary ones.
+
+        In place: the runner computes its positions anew in every step and reads them no more in this one.
+        """
+        forward = self.model_runner._model_forward
+
+        @functools.wraps(forward)
+        def forward_at_rotary_positions(input_ids=None, positions=None, *args, **kwargs):
+            if self.eviction.in_step:
+                assert self.eviction.positions is not None
+                self.eviction.positions.lower(positions, self.eviction.step_requests)
+            return forward(input_ids, positions, *args, **kwargs)
+
+        self.model_runner._model_forward = forward_at_rotary_positions
 
     def _table_width(self, page_tokens: int, num_blocks: int) -> int:
         # Without a budget, or while there is room, a request may grow to its full length.
