@@ -4,8 +4,8 @@
     python examples/endless_chat.py --turns 5 --model-tokens 1024
     python examples/endless_chat.py --url http://127.0.0.1:8000/v1 --model NAME
 
-Every turn sends the whole conversation, as a chat client does. A server without `--kv-eviction-positions rebase` answers
-HTTP 400 as soon as that is longer than the model.
+Every turn sends the whole conversation, as a chat client does. A server without `--kv-eviction-positions rebase`
+answers HTTP 400 as soon as that is longer than the model.
 """
 
 import argparse

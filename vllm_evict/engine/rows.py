@@ -93,7 +93,7 @@ class RowBuffers:
         )
 
     def table_of(self, requests: Sequence[ResidentRequest]) -> tuple[torch.Tensor, np.ndarray]:
-        """Of any live requests: int32 ``[requests, their most pages]`` block ids, int32 ``[requests]`` tokens in them."""
+        """Of any live requests: int32 ``[requests, most pages]`` block ids, int32 ``[requests]`` tokens in them."""
         slots = to_device(self._write_slots(requests), self._device)
         width = max(len(request.pages) for request in requests)
         return self._slots[:, :width].index_select(0, slots), self._physical_lens(requests)

@@ -1,4 +1,4 @@
-"""What the functions of triton.py refuse, by shape, type and stride: to read an index would be to wait for the device."""
+"""What the functions of triton.py refuse, by shape, type and stride: reading an index would wait for the device."""
 
 import torch
 
