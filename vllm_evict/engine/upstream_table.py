@@ -136,9 +136,7 @@ XFORMERS = (
     Hook("vllm.v1.attention.backend", "AttentionMetadataBuilder.build", overrides=_BUILD),
     Hook("vllm.v1.attention.backend", "AttentionImpl", abstract=_words("__init__ forward")),
     Hook("vllm.v1.attention.backend", "AttentionImpl.forward", overrides=_FORWARD),
-    Hook(
-        "vllm.model_executor.layers.attention.attention", "unified_kv_cache_update", mentions=("do_kv_cache_update",)
-    ),
+    Hook("vllm.model_executor.layers.attention.attention", "unified_kv_cache_update", mentions=("do_kv_cache_update",)),
     *_names("vllm.v1.attention.backend", "AttentionMetadata MultipleOf"),
     Hook("vllm.v1.attention.backend", "AttentionType", has=("DECODER",)),
     Hook("vllm.v1.kv_cache_layout", "KVCacheLayout", has=("LBNHC",)),
@@ -359,7 +357,11 @@ WORKER = (
 )
 
 FRONT_END = (
-    Hook("vllm.engine.arg_utils", "EngineArgs", has=_words("additional_config block_size create_engine_config _api_process_count")),
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        has=_words("additional_config block_size create_engine_config _api_process_count"),
+    ),
     Hook("vllm.engine.arg_utils", "EngineArgs.add_cli_args", overrides=("parser",)),
     Hook("vllm.engine.arg_utils", "EngineArgs.from_cli_args", overrides=("args",)),
     Hook("vllm.engine.arg_utils", "AsyncEngineArgs.add_cli_args", mentions=("add_cli_args",)),
