@@ -496,7 +496,7 @@ def test_a_layer_is_refused_by_name(refused, word):
 
 
 def test_layers_that_are_let_through():
-    """Windows stay vLLM's; who does not score may have learned sinks; other layers are no business of ours."""
+    """Windows stay vLLM's; who does not score may have learned sinks; a layer without attention is none of ours."""
     others = [layer(builder=AttentionMetadataBuilder, sliding_window=512, alibi_slopes=[1.0]), SimpleNamespace()]
     check_layers([layer(), layer(sinks=[1.0]), *others], EvictionConfig(policy="streaming"))
 
