@@ -34,7 +34,7 @@ def test_a_heavy_hitter_that_the_first_stage_sees(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "h2o-keydiff"])
 def test_two_stages_decide_as_one_rank(tmp_path, policy):
-    """Prompts in one chunk: chunks of a longer one run in both stages at once, before the scores of the first are in."""
+    """Prompts in one chunk: of a longer one the second chunk starts before the scores of the first are in."""
     model, one_chunk = tiny(tmp_path / "tiny"), ("--max-num-batched-tokens", "512")
     found = {}
     for stages in ((), TWO_STAGES):
