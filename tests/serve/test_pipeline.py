@@ -15,6 +15,8 @@ pytestmark = pytest.mark.serve
 # compiled in earnest here.
 TWO_STAGES = ("--pipeline-parallel-size", "2", "--no-enforce-eager", "-cc", '{"mode": 1, "backend": "eager"}')
 NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+# Of a longer prompt the second chunk starts before the scores of the first are in; one rank waits.
+ONE_CHUNK = ("--max-num-batched-tokens", "512")
 
 
 def test_a_heavy_hitter_that_the_first_stage_sees(tmp_path):
@@ -23,7 +25,7 @@ def test_a_heavy_hitter_that_the_first_stage_sees(tmp_path):
     prompt = torch.randint(0, NUM_NEUTRAL_TOKENS, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     prompt[heavy_page * P + 11] = HEAVY
     model = plant(tmp_path / "plant", layers=(1,), num_layers=4)
-    with serving(model, tmp_path, "h2o", *TWO_STAGES, **NOT_COMPILED) as server:
+    with serving(model, tmp_path, "h2o", *ONE_CHUNK, *TWO_STAGES, **NOT_COMPILED) as server:
         assert "world_size=2 rank=1" in server.log
         answer = server.complete(prompt, P, extra_body={"ignore_eos": True})
         ((_, lines),) = server.trace(answer).items()
@@ -34,13 +36,12 @@ def test_a_heavy_hitter_that_the_first_stage_sees(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "h2o-keydiff"])
 def test_two_stages_decide_as_one_rank(tmp_path, policy):
-    """Prompts in one chunk: of a longer one the second chunk starts before the scores of the first are in."""
-    model, one_chunk = tiny(tmp_path / "tiny"), ("--max-num-batched-tokens", "512")
+    model = tiny(tmp_path / "tiny")
     found = {}
     for stages in ((), TWO_STAGES):
         folder = tmp_path / str(len(stages))
         folder.mkdir()
-        with serving(model, folder, policy, *one_chunk, *stages, **NOT_COMPILED) as server:
+        with serving(model, folder, policy, *ONE_CHUNK, *stages, **NOT_COMPILED) as server:
             assert ("world_size=2 rank=1" in server.log) == bool(stages)
             found[stages] = answers(server)
     assert found[TWO_STAGES] == found[()]
