@@ -44,7 +44,9 @@ STREAM = {"long": random_prompt(15 * P + 9, seed=4), "middle": random_prompt(9 *
 def scenario(folder: Path, runner: str, case: str) -> Scenario:
     version, asynchronous = RUNNERS[runner]
     short, rebase = case == "short pool", case == "rebase"
-    model = tiny(folder / ("short" if rebase else "model"), num_kv_heads=1, **({"max_positions": LIMIT} if rebase else {}))
+    model = tiny(
+        folder / ("short" if rebase else "model"), num_kv_heads=1, **({"max_positions": LIMIT} if rebase else {})
+    )
     engine = {
         "model": model,
         "eviction": BUDGET | POLICIES.get(case, POLICIES["h2o"]) | ({"positions": "rebase"} if rebase else {}),

@@ -89,7 +89,7 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
     "models of transformers (--model-impl transformers)": (
         "tests/features/test_kinds.py::test_models_in_the_words_of_transformers",
     ),
-    "requests past the model's length (--kv-eviction-positions rebase, V1 model runner)": (
+    "requests past the model's length (--kv-eviction-positions rebase)": (
         "tests/engine/test_rebase.py::test_run",
         "tests/engine/test_rebase.py::test_kinds",
         "tests/engine/test_rebase.py::test_a_hit_is_copied_while_others_hold_it",
@@ -102,6 +102,11 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
     "tensor parallelism": (
         "tests/serve/test_ranks.py::test_two_tensor_parallel_ranks_decide_as_one",
         "tests/serve/test_ranks.py::test_a_heavy_hitter_that_one_rank_sees",
+    ),
+    "pipeline parallelism": (
+        "tests/serve/test_pipeline.py::test_two_stages_decide_as_one_rank",
+        "tests/serve/test_pipeline.py::test_a_heavy_hitter_that_the_first_stage_sees",
+        "tests/bookkeeping/test_pipeline.py::test_two_steps_in_flight_decide_as_one",
     ),
     "several API servers (--api-server-count)": ("tests/serve/test_ranks.py::test_two_api_servers",),
     "data parallelism": ("tests/serve/test_ranks.py::test_two_data_parallel_engines",),
