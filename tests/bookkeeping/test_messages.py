@@ -28,7 +28,9 @@ def test_scores_are_asked_for_while_a_request_is_over_its_budget_and_only_then(b
     while run.scheduler.has_unfinished_requests():
         step = run.step()
         over = {request_id for request_id in ("a", "b", "short") if step.held.get(request_id, 0) > 4}
-        assert step.update.wanted == dict.fromkeys(over, 0)
+        # Of one that sits out its last report may still be on its way.
+        sits_out = over - step.output.num_scheduled_tokens.keys() if async_scheduling else set()
+        assert over - sits_out <= step.update.wanted.keys() <= over and not any(step.update.wanted.values())
     assert sum("a" in step.update.wanted for step in run.steps) > 4
     assert not any("short" in step.update.wanted for step in run.steps)
 

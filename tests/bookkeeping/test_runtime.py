@@ -33,19 +33,24 @@ class RuntimeBench(Bench):
 
     def __init__(self, stock, *, row_seed=0, **options):
         super().__init__(stock, **options)
-        buffers = RowBuffers(
-            self.config.scheduler_config.max_num_seqs, len(self.pool.blocks), PAGE_TOKENS, torch.device("cpu")
-        )
-        asynchronous = self.config.scheduler_config.async_scheduling
-        self.runtime = EvictionRuntime(
-            self.settings, 0, PAGE_TOKENS, NUM_LAYERS, buffers=buffers, asynchronous=asynchronous
-        )
-        self.runtime.make_observed = Observed
+        self.runtime = self.make_runtime()
+        self.share_of_layers = 1.0
         self.table = Applied(self.runtime.table)
         self.row_order = random.Random(row_seed)
         self.observed: dict[str, list[int]] = {}
         self.reports: list[dict[str, list[float]]] = []
         self.unread: list[tuple] = []
+
+    def make_runtime(self, **options):
+        buffers = RowBuffers(
+            self.config.scheduler_config.max_num_seqs, len(self.pool.blocks), PAGE_TOKENS, torch.device("cpu")
+        )
+        asynchronous = self.config.scheduler_config.async_scheduling
+        runtime = EvictionRuntime(
+            self.settings, 0, PAGE_TOKENS, NUM_LAYERS, buffers=buffers, asynchronous=asynchronous, **options
+        )
+        runtime.make_observed = Observed
+        return runtime
 
     def _run(self, output, update):
         self.runtime.begin_step(output)
@@ -122,7 +127,7 @@ class RuntimeBench(Bench):
             self.observed.setdefault(request_id, []).append(position)
             for column, page in enumerate(resident):
                 if page * PAGE_TOKENS <= position:
-                    request.page_mass[i, column] = score_of(request_id, page)
+                    request.page_mass[i, column] = self.share_of_layers * score_of(request_id, page)
 
     def check_scores(self, request_id, page_scores, observed):
         """With a mean over observed queries each page gets back its own number, or nothing if nobody looked."""

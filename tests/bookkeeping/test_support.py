@@ -57,7 +57,8 @@ QUIET = {
     "cache_config.kv_sharing_fast_prefill": False,
     "parallel_config.decode_context_parallel_size": 1,
     "parallel_config.prefill_context_parallel_size": 1,
-    "parallel_config.pipeline_parallel_size": 1,
+    "parallel_config.pipeline_parallel_size": 2,
+    "parallel_config.distributed_executor_backend": "mp",
     "parallel_config.use_ubatching": False,
 }
 
@@ -118,7 +119,8 @@ TRIGGERS = [
     ("KV cache events", {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}),
     ("context parallelism", {"parallel_config.decode_context_parallel_size": 2}),
     ("context parallelism", {"parallel_config.prefill_context_parallel_size": 2}),
-    ("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}),
+    ("pipeline under torchrun", {"parallel_config.distributed_executor_backend": "external_launcher"}),
+    ("compiled graphs", {"parallel_config.distributed_executor_backend": "ray"}),
     ("micro-batching", {"parallel_config.use_ubatching": True}),
     ("fast prefill", {"cache_config.kv_sharing_fast_prefill": True}),
     ("scheduler of your own", {"scheduler_config.scheduler_cls": "my.Scheduler"}),
@@ -134,6 +136,10 @@ HARMLESS = [
     {"additional_config": {"kv_eviction": {"positions": "rebase"}}, "model_config.max_model_len": 65},
     {"model_config.hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "longrope"})},
     {"scheduler_config.disable_hybrid_kv_cache_manager": None},
+    {
+        "parallel_config.distributed_executor_backend": "external_launcher",
+        "parallel_config.pipeline_parallel_size": 1,
+    },
 ]
 
 
@@ -226,8 +232,13 @@ def test_which_policies_are_refused(policy, word, changes):
             check_supported(fake(changes), EvictionConfig(policy=policy))
 
 
-def test_what_each_rank_sees_a_part_of_is_refused_on_several():
-    assert set(refusal_of("pipeline parallelism").policies) == {"h2o", "keydiff", "h2o-keydiff"}
+def test_who_scores_is_refused_where_every_stage_decides():
+    assert set(refusal_of("pipeline under torchrun").policies) == {"h2o", "keydiff", "h2o-keydiff"}
+
+
+def test_ray_s_other_executor_goes_through_the_worker(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
+    check_supported(fake({"parallel_config.distributed_executor_backend": "ray"}), EvictionConfig(policy="h2o"))
 
 
 # ---- versions (C49) ----
@@ -346,7 +357,6 @@ def test_a_worker_we_do_not_know_is_refused_by_name(stock_config):
         ({"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}, "KV cache events"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler of your own"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"runner": "pooling"}, "pooling"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -496,7 +506,7 @@ def test_a_layer_is_refused_by_name(refused, word):
 
 
 def test_layers_that_are_let_through():
-    """Windows stay vLLM's; who does not score may have learned sinks; other layers are no business of ours."""
+    """Windows stay vLLM's; who does not score may have learned sinks; a layer without attention is none of ours."""
     others = [layer(builder=AttentionMetadataBuilder, sliding_window=512, alibi_slopes=[1.0]), SimpleNamespace()]
     check_layers([layer(), layer(sinks=[1.0]), *others], EvictionConfig(policy="streaming"))
 

@@ -80,7 +80,6 @@ BAD = {
         [*H2O, "--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"],
         ["--kv-eviction h2o", "--scheduler-cls", DROP],
     ),
-    "h2o-on-two-stages": ([*H2O, "-pp", "3"], ["--kv-eviction h2o", "pipeline parallelism", "streaming", DROP]),
 }
 
 

@@ -43,6 +43,7 @@ class Evidence:
         steps: of each step, the ops' calls.
         buffers: addresses of our block table and lengths.
         captured: what a metadata object for graph capture refers to.
+        dummy: the same of a batch without requests.
         support: CUDA graph support by policy: `(stock, ours, ours of wrapped specs, ours of another layer's spec)`.
     """
 
@@ -50,6 +51,7 @@ class Evidence:
     steps: list[list]
     buffers: dict[str, int]
     captured: dict
+    dummy: dict
     support: dict[str, tuple[str, str, str, str]]
 
 
@@ -91,13 +93,14 @@ def _evidence(case: Case) -> Evidence:
 
     arguments = dict(case.engine)
     with Engine(arguments.pop("model"), **arguments) as engine:
-        captured, support = capture(engine), graph_support(engine, case.backend)
+        captured, dummy = nobodys_tensors(engine)
+        support = graph_support(engine, case.backend)
         cuda_ops.calls.clear()
         run = engine.run(**case.run, before_step=next_step)
         next_step(-1)
         buffers = engine.worker.eviction.buffers
         addresses = {"block_table": buffers.block_table.data_ptr(), "seq_lens": buffers.physical_lens.data_ptr()}
-    return Evidence(run, steps[1:], addresses, captured, support)
+    return Evidence(run, steps[1:], addresses, captured, dummy, support)
 
 
 def _builder(engine):
@@ -105,28 +108,31 @@ def _builder(engine):
     return group.get_metadata_builder(0)
 
 
-def capture(engine, num_rows: int = 3) -> dict:
-    """Metadata as a model runner asks for them when it captures a graph of `num_rows` decoding requests."""
+def nobodys_tensors(engine, num_rows: int = 3) -> tuple[dict, dict]:
+    """What metadata refer to when a graph of decoding requests is captured, and when it is replayed without any."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    from tests.triton import cuda_ops
 
     starts = torch.arange(num_rows + 1, dtype=torch.int32)
     lengths = torch.ones(num_rows, dtype=torch.int32)
-    metadata = _builder(engine).build_for_cudagraph_capture(
-        CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts.clone(),
-            seq_lens=lengths,
-            seq_lens_cpu_upper_bound=lengths.clone(),
-            num_reqs=num_rows,
-            num_actual_tokens=num_rows,
-            max_query_len=1,
-            max_seq_len=64,
-            block_table_tensor=torch.zeros(num_rows, 8, dtype=torch.int32),
-            slot_mapping=torch.full((num_rows,), -1, dtype=torch.int64),
-        )
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths.clone(),
+        num_reqs=num_rows,
+        num_actual_tokens=num_rows,
+        max_query_len=1,
+        max_seq_len=64,
+        block_table_tensor=torch.zeros(num_rows, 8, dtype=torch.int32),
+        slot_mapping=torch.full((num_rows,), -1, dtype=torch.int64),
     )
+    builder = _builder(engine)
+    return _tensors_of(builder.build_for_cudagraph_capture(common)), _tensors_of(builder.build(0, common))
+
+
+def _tensors_of(metadata) -> dict:
+    from tests.triton import cuda_ops
+
     decode = getattr(metadata, "decode", None)
     if decode is None:
         tensors = {"block_table": metadata.block_table, "seq_lens": metadata.seq_lens}

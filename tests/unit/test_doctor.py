@@ -99,7 +99,15 @@ CASES = {
     "default": [],
     "off": ["--kv-eviction", "none"],
     "streaming": ["--kv-eviction", "streaming", "--kv-eviction-budget", "96", "--block-size", "64"],
-    "many faults": ["--kv-eviction", "h2o", "--kv-cache-dtype", "fp8", "-pp", "2", "--kv-eviction-sink", "9000"],
+    "many faults": [
+        "--kv-eviction",
+        "h2o",
+        "--kv-cache-dtype",
+        "fp8",
+        "--kv-sharing-fast-prefill",
+        "--kv-eviction-sink",
+        "9000",
+    ],
     "no policy": ["--kv-eviction-budget", "1024"],
     "unknown flag": ["--no-such-flag"],
     "wrong value": ["--kv-eviction", "best"],
@@ -180,9 +188,7 @@ def test_every_fault_is_named_at_once(results):
     status, _ = results["many faults"]
     named = faults(results["many faults"])
     assert status == 1 and len(named) == 3
-    for words, fault in zip(
-        ("quantised KV cache", "pipeline parallelism", "--kv-eviction-budget 2048"), named, strict=True
-    ):
+    for words, fault in zip(("quantised KV cache", "fast prefill", "--kv-eviction-budget 2048"), named, strict=True):
         assert words in fault
 
 

@@ -8,7 +8,7 @@ its length stays logical and everything else in vLLM goes on counting tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -158,10 +158,11 @@ class EvictingBlockManager(FullAttentionManager):
             for page, rank in zip(pages.tolist(), ranks.tolist(), strict=True):
                 yield request_id, page, blocks[page], importance, rank
 
-    def take_update(self, restarted: Sequence[str]) -> EvictionUpdate:
+    def take_update(self, scheduled: Collection[str], restarted: Sequence[str]) -> EvictionUpdate:
         """What this step's workers must know; drains the new holes.
 
         Args:
+            scheduled: requests that take part in this step.
             restarted: requests that the workers learn anew in this step, who are
                 told all their holes.
 
@@ -175,7 +176,8 @@ class EvictingBlockManager(FullAttentionManager):
         wanted = {}
         for request_id in self._over_budget | self._may_be_relieved():
             pages = self._pages[request_id]
-            if pages.eviction.signals:
+            # Of a request that sits out a report on its way says it all; a second one would pass for its next step's.
+            if pages.eviction.signals and not (pages.awaits_scores and request_id not in scheduled):
                 pages.awaits_scores = True
                 pages.num_pages_asked = pages.num_pages
                 wanted[request_id] = self._requests[request_id].num_preemptions

@@ -103,6 +103,11 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
         "tests/serve/test_ranks.py::test_two_tensor_parallel_ranks_decide_as_one",
         "tests/serve/test_ranks.py::test_a_heavy_hitter_that_one_rank_sees",
     ),
+    "pipeline parallelism": (
+        "tests/serve/test_pipeline.py::test_two_stages_decide_as_one_rank",
+        "tests/serve/test_pipeline.py::test_a_heavy_hitter_that_the_first_stage_sees",
+        "tests/bookkeeping/test_pipeline.py::test_two_steps_in_flight_decide_as_one",
+    ),
     "several API servers (--api-server-count)": ("tests/serve/test_ranks.py::test_two_api_servers",),
     "data parallelism": ("tests/serve/test_ranks.py::test_two_data_parallel_engines",),
     "vLLM's statistics and residency metrics (--kv-cache-metrics)": (

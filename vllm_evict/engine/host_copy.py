@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
+
+
+class Arriving(Protocol):
+    """Values on their way to the host."""
+
+    def array(self) -> np.ndarray:
+        """The values, once they have arrived."""
 
 
 class HostCopy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_evict.config import EvictionConfig
-from vllm_evict.engine.host_copy import HostCopy
+from vllm_evict.engine.host_copy import Arriving, HostCopy
 from vllm_evict.engine.mass_ledger import MassLedger, ResidentPages
 from vllm_evict.engine.messages import (
     EvictionUpdate,
@@ -56,7 +56,7 @@ class MassRequest:
         block_table: int32 ``[rows, max resident pages]`` of :class:`BatchRows`.
         page_mass: float32 ``[observed queries, max resident pages]``, summed up
             by the layers: each adds its mean over query heads times ``layer_weight``.
-        layer_weight: 1 / number of evicting layers.
+        layer_weight: 1 / number of evicting layers, those of other pipeline stages included.
         stopwatch: adds up what measuring takes.
 
     """
@@ -94,7 +94,7 @@ class KeyReader(Protocol):
             block_table: int32 ``[requests, max resident pages]``, zero-padded at the end.
             num_tokens: int32 ``[requests]`` tokens in resident pages.
             key_difference: float32 ``[requests, max resident pages]``, added to in place.
-            layer_weight: 1 / number of evicting layers.
+            layer_weight: as in ``MassRequest``.
 
         """
 
@@ -105,7 +105,8 @@ class StepScores:
 
     Args:
         ended: lives that ended before the step.
-        spans: of each observed request: how it stood, and the positions (int ``[q]``) of its queries.
+        spans: of each observed request, in the scheduler's order: how it stood, and the positions (int ``[q]``) of its
+            queries.
         page_mass: float32 ``[observed queries, max pages]``, in the order of ``spans``.
         wanted: of each request whose scores the scheduler wants: its id, the preemption epoch, how it stood.
         key_difference: float32 ``[wanted, max pages]``, if keys are read.
@@ -115,9 +116,9 @@ class StepScores:
 
     ended: list[int]
     spans: list[tuple[ResidentPages, np.ndarray]] = field(default_factory=list)
-    page_mass: HostCopy | None = None
+    page_mass: Arriving | None = None
     wanted: list[tuple[str, int, ResidentPages]] = field(default_factory=list)
-    key_difference: HostCopy | None = None
+    key_difference: Arriving | None = None
     seconds: float = 0.0
 
     @property
@@ -129,8 +130,9 @@ class StepScores:
 class EvictionRuntime:
     """One per worker.
 
-    Every tensor-parallel rank sees the same steps and a part of the heads, so what each has measured
-    is brought together by ``mean_over_ranks`` before anybody decides: once a step for all requests.
+    Every rank sees the same steps and a part of the heads (tensor parallelism) or of the layers (pipelines), so what
+    each has measured is brought together by ``combine`` before anybody decides: once a step for all requests. Ranks
+    agree on what is measured in which order because it follows from the scheduler's output alone.
 
     Between ``begin_step`` and ``end_step`` the metadata builders ask ``batch_rows``
     for resident pages and ``mass_request`` for what to observe; outside of a step
@@ -145,9 +147,11 @@ class EvictionRuntime:
         config: what is measured, and when.
         group_id: index of the evicting KV cache group.
         page_tokens: tokens in a page.
-        num_layers: layers that evict.
+        num_layers: layers that evict, those of other pipeline stages included.
         buffers: the rows' tensors.
-        mean_over_ranks: see above; None with one rank.
+        combine: see above; starts it, for a float32 tensor that is not used again. The default is for one rank.
+        reports: whether the scheduler reads this rank's outputs, or only its part is wanted (all pipeline stages but
+            the last).
         asynchronous: outputs may be read in another thread than steps run in.
 
     """
@@ -159,11 +163,13 @@ class EvictionRuntime:
         page_tokens: int,
         num_layers: int,
         buffers: RowBuffers,
-        mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        combine: Callable[[torch.Tensor], Arriving] = HostCopy,
+        reports: bool = True,
         asynchronous: bool = False,
     ) -> None:
         self._config = config
-        self._mean_over_ranks = mean_over_ranks
+        self._combine = combine
+        self._reports = reports
         self._asynchronous = asynchronous
         self._layer_weight = 1 / num_layers
         self._page_tokens = page_tokens
@@ -180,10 +186,10 @@ class EvictionRuntime:
         self._ledger = MassLedger(self._make_mass)
         self._update: EvictionUpdate | None = None
         self._ended: list[int] = []
-        self._requests: list[ResidentRequest] = []
         self._rows: BatchRows | None = None
         self._mass: MassRequest | None = None
         self._spans: list[tuple[ResidentPages, np.ndarray]] = []
+        self._max_pages = 0
 
     def _make_mass(self, first_query: int) -> PageMass:
         return PageMass(self._config.score, self._page_tokens, self._config.distant_tokens, first_query)
@@ -202,14 +208,16 @@ class EvictionRuntime:
         self.buffers.end(ended)
         self._ended += ended
         self._rows = self._mass = None
-        self._spans = []
+        scheduled = [self.table[request_id] for request_id in output.num_scheduled_tokens]
+        self._max_pages = max((len(request.pages) for request in scheduled), default=0)
+        self._spans = list(self._spans_of(scheduled)) if self.observes_attention else []
 
     def end_step(
-        self, output: ModelRunnerOutput | AsyncModelRunnerOutput
-    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        self, output: ModelRunnerOutput | AsyncModelRunnerOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Book what was observed and attach the signals the scheduler wants, when ``output`` is read."""
         scores = self._take_scores()
-        if scores.is_empty:
+        if scores.is_empty or not self._reports:
             return output
         if self._asynchronous or isinstance(output, AsyncModelRunnerOutput):
             return ScoredOutput(output, scores, self)
@@ -245,13 +253,15 @@ class EvictionRuntime:
         wanted, self._update = self._update.wanted, None
         ended, self._ended = self._ended, []
         scores = StepScores(ended if self.observes_attention else [], self._spans)
-        if self._mass is not None:
-            scores.page_mass = HostCopy(self._reduced(self._mass.page_mass))
+        if self._spans:
+            # No layer of this stage may evict.
+            page_mass = self._mass.page_mass if self._mass is not None else self._no_mass()
+            scores.page_mass = self._combine(page_mass)
         if wanted:
             scores.wanted = [(r, epoch, ResidentPages.of(self.table[r])) for r, epoch in wanted.items()]
             if self.reads_keys:
                 with self._stopwatch:
-                    scores.key_difference = HostCopy(self._read_keys([self.table[r] for r in wanted]))
+                    scores.key_difference = self._combine(self._read_keys([self.table[r] for r in wanted]))
             scores.seconds = self._stopwatch.take()
         self._rows = self._mass = None
         return scores
@@ -271,9 +281,9 @@ class EvictionRuntime:
     def batch_rows(self, request_ids: Sequence[str], num_rows: int | None = None) -> BatchRows:
         """Resident pages of this step's rows, padded to ``num_rows``. Built once a step, shared by all layers."""
         if self._rows is None:
-            self._requests = [self.table[request_id] for request_id in request_ids]
-            self._rows = self.buffers.fill(self._requests, num_rows or len(self._requests))
-            self._mass = self._observe(self._requests, self._rows) if self.observes_attention else None
+            requests = [self.table[request_id] for request_id in request_ids]
+            self._rows = self.buffers.fill(requests, num_rows or len(requests))
+            self._mass = self._observe(requests, self._rows) if self._spans else None
         return self._rows
 
     @property
@@ -281,31 +291,38 @@ class EvictionRuntime:
         """What to observe in this step; None if nothing. Valid after ``batch_rows``."""
         return self._mass
 
-    def _observe(self, requests: Sequence[ResidentRequest], rows: BatchRows) -> MassRequest | None:
+    def _observe(self, requests: Sequence[ResidentRequest], rows: BatchRows) -> MassRequest:
         physical_lens = rows.physical_lens_cpu.numpy()
-        tokens, row_of, visible = [], [], []
+        places = {}
         first_token = 0
         for row, request in enumerate(requests):
-            num_queries = request.num_scheduled_tokens
-            positions = self._observed_positions(request.num_computed_tokens, num_queries)
-            if len(positions):
-                offsets = positions - request.num_computed_tokens
-                tokens.append(first_token + offsets)
-                row_of.append(np.full(len(positions), row))
-                visible.append(physical_lens[row] - num_queries + 1 + offsets)
-                self._spans.append((ResidentPages.of(request), positions))
-            first_token += num_queries
-        if not tokens:
-            return None
+            places[request.life] = row, first_token - request.num_computed_tokens
+            first_token += request.num_scheduled_tokens
+        tokens, row_of, visible = [], [], []
+        for request, positions in self._spans:
+            row, shift = places[request.life]
+            tokens.append(positions + shift)
+            row_of.append(np.full(len(positions), row))
+            visible.append(physical_lens[row] - request.num_tokens + 1 + positions)
         observed = self.make_observed(
             token=np.concatenate(tokens).astype(np.int32),
             row=np.concatenate(row_of).astype(np.int32),
             visible_tokens=np.concatenate(visible).astype(np.int32),
         )
-        num_observed = sum(len(positions) for _, positions in self._spans)
+        assert rows.max_pages == self._max_pages, "the model runner left out a request"
         block_table = rows.block_table[:, : rows.max_pages]
-        page_mass = torch.zeros(num_observed, rows.max_pages, dtype=torch.float32, device=block_table.device)
-        return MassRequest(observed, block_table, page_mass, self._layer_weight, self._stopwatch)
+        return MassRequest(observed, block_table, self._no_mass(), self._layer_weight, self._stopwatch)
+
+    def _no_mass(self) -> torch.Tensor:
+        """Zeros, float32 ``[observed queries, max pages]``."""
+        num_observed = sum(len(positions) for _, positions in self._spans)
+        return torch.zeros(num_observed, self._max_pages, dtype=torch.float32, device=self.buffers.block_table.device)
+
+    def _spans_of(self, requests: Iterable[ResidentRequest]) -> Iterator[tuple[ResidentPages, np.ndarray]]:
+        for request in requests:
+            positions = self._observed_positions(request.num_computed_tokens, request.num_scheduled_tokens)
+            if len(positions):
+                yield ResidentPages.of(request), positions
 
     def _observed_positions(self, first: int, num_queries: int) -> np.ndarray:
         """Positions, among this step's queries of a request, of those to observe.
@@ -322,7 +339,6 @@ class EvictionRuntime:
 
     def _read_keys(self, requests: Sequence[ResidentRequest]) -> torch.Tensor:
         """float32 ``[requests, max pages]`` key difference of the resident pages."""
-        assert self.key_readers, "no layer's keys can be read"
         block_table, num_tokens = self.buffers.table_of(requests)
         key_difference = torch.zeros(block_table.shape, dtype=torch.float32, device=block_table.device)
         for read in self.key_readers:
@@ -332,10 +348,7 @@ class EvictionRuntime:
                 key_difference=key_difference,
                 layer_weight=self._layer_weight,
             )
-        return self._reduced(key_difference)
-
-    def _reduced(self, measured: torch.Tensor) -> torch.Tensor:
-        return measured if self._mean_over_ranks is None else self._mean_over_ranks(measured)
+        return key_difference
 
 
 class ScoredOutput(AsyncModelRunnerOutput):

@@ -74,7 +74,7 @@ class EvictionSchedulerMixin:
         output = super().schedule(*args, **kwargs)
         restarted = [request.req_id for request in output.scheduled_new_reqs]
         restarted += output.scheduled_cached_reqs.resumed_req_ids
-        attach_update(output, self.page_evictor.take_update(restarted))
+        attach_update(output, self.page_evictor.take_update(output.num_scheduled_tokens, restarted))
         return output
 
     def _allocate_or_relieve(self, request: Request, num_new_tokens: int, *args, **kwargs) -> KVCacheBlocks | None:

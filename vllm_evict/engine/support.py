@@ -199,11 +199,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "set both sizes to 1",
     ),
     Refusal(
-        "pipeline parallelism (--pipeline-parallel-size)",
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
-        "each stage sees the attention and the keys of its own layers only",
-        "use --tensor-parallel-size, or --kv-eviction streaming",
+        "a pipeline under torchrun (--distributed-executor-backend external_launcher, --pipeline-parallel-size)",
+        lambda c: (
+            c.parallel_config.distributed_executor_backend == "external_launcher"
+            and c.parallel_config.pipeline_parallel_size > 1
+        ),
+        "every stage then has a scheduler of its own, and only the last stage's would get scores",
+        "drop --distributed-executor-backend, or use --kv-eviction streaming",
         policies=tuple(name for name, policy in POLICIES.items() if policy.signals),
+    ),
+    Refusal(
+        "Ray's compiled graphs (--distributed-executor-backend ray)",
+        lambda c: c.parallel_config.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+        "they call the model runner past the worker, which would not hear of pages that are gone",
+        "set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp",
     ),
     Refusal(
         "micro-batching (--enable-dbo, --ubatch-size)",

@@ -117,6 +117,62 @@ ATTENTION = (
     ),
 )
 
+XFORMERS = (
+    Hook("vllm.v1.attention.backend", "AttentionBackend", abstract=_words("get_name get_impl_cls get_builder_cls")),
+    Hook("vllm.v1.attention.backend", "AttentionBackend.validate_configuration"),
+    *(
+        Hook("vllm.v1.attention.backend", f"AttentionBackend.{name}")
+        for name in _words(
+            "supported_kv_cache_layouts get_supported_head_sizes supports_sliding_window supports_compute_capability "
+            "supports_device_cpu_query_lens_mismatch get_supported_kernel_block_sizes"
+        )
+    ),
+    Hook(
+        "vllm.v1.attention.backend",
+        "AttentionBackend",
+        has=_words("forward_includes_kv_cache_update supported_dtypes supported_kv_cache_dtypes"),
+    ),
+    Hook("vllm.v1.attention.backend", "AttentionMetadataBuilder", abstract=_words("__init__ build")),
+    Hook("vllm.v1.attention.backend", "AttentionMetadataBuilder.build", overrides=_BUILD),
+    Hook("vllm.v1.attention.backend", "AttentionImpl", abstract=_words("__init__ forward")),
+    Hook("vllm.v1.attention.backend", "AttentionImpl.forward", overrides=_FORWARD),
+    Hook("vllm.model_executor.layers.attention.attention", "unified_kv_cache_update", mentions=("do_kv_cache_update",)),
+    *_names("vllm.v1.attention.backend", "AttentionMetadata MultipleOf"),
+    Hook("vllm.v1.attention.backend", "AttentionType", has=("DECODER",)),
+    Hook("vllm.v1.kv_cache_layout", "KVCacheLayout", has=("LBNHC",)),
+    Hook("vllm.v1.kv_cache_interface", "SlidingWindowSpec", has=_words("block_size sliding_window")),
+    Hook(
+        "vllm.v1.attention.ops.triton_reshape_and_cache_flash",
+        "triton_reshape_and_cache_flash",
+        passed=_words("key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale"),
+    ),
+    Hook("vllm.utils.torch_utils", "async_tensor_h2d", passed=_words("data device")),
+    *_names("vllm.config.cache", "CacheDType"),
+    *_names("vllm.platforms.interface", "DeviceCapability"),
+)
+
+REBASE = (
+    Hook(
+        "vllm.model_executor.layers.rotary_embedding.base",
+        "RotaryEmbeddingBase",
+        has=_words("is_neox_style _compute_cos_sin_cache"),
+    ),
+    *_names("vllm.model_executor.layers.rotary_embedding.mrope", "MRotaryEmbedding"),
+    Hook("vllm.model_executor.layers.attention", "Attention", has=("kv_sharing_target_layer_name",)),
+    Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", has=_words("positions get_model")),
+    Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run", passed=("num_tokens",)),
+    Hook(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._model_forward",
+        overrides=_words("input_ids positions intermediate_tensors inputs_embeds"),
+    ),
+    Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model", mentions=("_model_forward",)),
+    Hook("vllm.engine.arg_utils", "EngineArgs", has=_words("max_model_len create_model_config")),
+    Hook("vllm.engine.arg_utils", "EngineArgs.create_model_config", passed=()),
+    Hook("vllm.engine.arg_utils", "EngineArgs.create_engine_config", mentions=("create_model_config",)),
+    Hook("vllm.config", "ModelConfig", has=_words("max_model_len original_max_model_len get_and_verify_max_len")),
+)
+
 PAGES = (
     Hook(
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -301,7 +357,11 @@ WORKER = (
 )
 
 FRONT_END = (
-    Hook("vllm.engine.arg_utils", "EngineArgs", has=_words("additional_config block_size create_engine_config")),
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        has=_words("additional_config block_size create_engine_config _api_process_count"),
+    ),
     Hook("vllm.engine.arg_utils", "EngineArgs.add_cli_args", overrides=("parser",)),
     Hook("vllm.engine.arg_utils", "EngineArgs.from_cli_args", overrides=("args",)),
     Hook("vllm.engine.arg_utils", "AsyncEngineArgs.add_cli_args", mentions=("add_cli_args",)),
@@ -385,6 +445,7 @@ CONFIG = (
 )
 
 READ = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward": "20c7c31f1e19",
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.allocate_new_blocks": "e437b008c676",
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.get_num_blocks_to_allocate": "6e952c2765f8",
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.add_local_computed_blocks": "3205de735830",
@@ -431,6 +492,8 @@ READ = {
 
 HOOKS = (
     *ATTENTION,
+    *XFORMERS,
+    *REBASE,
     *PAGES,
     *SCHEDULING,
     *WORKER,

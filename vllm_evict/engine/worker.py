@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from vllm import envs
 from vllm.config import set_current_vllm_config
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
@@ -17,12 +18,14 @@ from vllm_evict.config import EvictionConfigError, flag_name
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.compat import attention_backends, xformers_backend
 from vllm_evict.engine.configure import config_of
+from vllm_evict.engine.host_copy import Arriving, HostCopy
 from vllm_evict.engine.positions import RotaryPositions, check_keys_turn, rotations_of
 from vllm_evict.engine.rows import RowBuffers
 from vllm_evict.engine.runners import adapter_of
 from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.sizing import check_pool, model_limit
 from vllm_evict.engine.spec import EvictingAttentionSpec
+from vllm_evict.engine.stages import StageRelay, group_for_relay
 from vllm_evict.engine.support import check_layers
 from vllm_evict.pages import pages_for
 
@@ -36,16 +39,11 @@ BACKENDS = {
 """Attention backends that can evict, and what takes their place."""
 
 
-def _mean_over_ranks(measured: torch.Tensor) -> torch.Tensor:
-    """Every rank holds equally many heads, so the mean of ranks is the mean of heads."""
-    group = get_tp_group()
-    return group.all_reduce(measured) / group.world_size
-
-
 class EvictionWorkerMixin:
     """Adds eviction to a vLLM worker, whichever model runner it has."""
 
     eviction: EvictionRuntime
+    stage_relay: StageRelay | None = None
 
     def load_model(self, **kwargs) -> None:
         with attention_backends(BACKENDS, self.vllm_config):
@@ -76,19 +74,25 @@ class EvictionWorkerMixin:
         ]
         assert len(groups) == 1, "the scheduler accepts exactly one evicting group"
         group_id, group = groups[0]
+        config, num_layers = config_of(self.vllm_config), len(group.layer_names)
+        if get_pp_group().world_size > 1 and config.make_policy().signals:
+            timeout_seconds = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+            self.stage_relay = StageRelay(group_for_relay(get_pp_group().ranks, timeout_seconds), timeout_seconds)
+            num_layers = self.stage_relay.count(num_layers)
         page_tokens, scheduler_config = group.kv_cache_spec.block_size, self.vllm_config.scheduler_config
         self.eviction = EvictionRuntime(
-            config_of(self.vllm_config),
+            config,
             group_id,
             page_tokens=page_tokens,
-            num_layers=len(group.layer_names),
+            num_layers=num_layers,
             buffers=RowBuffers(
                 max_rows=scheduler_config.max_num_seqs,
                 max_pages=self._table_width(page_tokens, kv_cache_config.num_blocks),
                 page_tokens=page_tokens,
                 device=self.device,
             ),
-            mean_over_ranks=_mean_over_ranks if get_tp_group().world_size > 1 else None,
+            combine=self._combine,
+            reports=get_pp_group().is_last_rank,
             asynchronous=bool(scheduler_config.async_scheduling),
         )
         runner = adapter_of(self.model_runner)
@@ -97,6 +101,7 @@ class EvictionWorkerMixin:
                 assert isinstance(builder, ResidentPagesBuilderMixin)
                 _check_kernel_page(builder.kv_cache_spec.block_size, page_tokens, attention_group.backend.get_name())
                 builder.bind(self.eviction, runner.request_ids)
+        assert self.eviction.key_readers or not (group.layer_names and self.eviction.reads_keys)
         if self.eviction.rebases:
             builders = [b for g in self.model_runner.attn_groups[group_id] for b in g.metadata_builders]
             self.eviction.positions = self._rotary_positions(group.layer_names, builders, page_tokens)
@@ -129,15 +134,25 @@ class EvictionWorkerMixin:
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         self.eviction.begin_step(scheduler_output)
-        return self._end_step(super().execute_model(scheduler_output))
+        output = super().execute_model(scheduler_output)
+        if output is None and get_pp_group().is_last_rank:
+            return output  # The step goes on in sample_tokens().
+        return self.eviction.end_step(output)
 
     def sample_tokens(self, grammar_output):
-        return self._end_step(super().sample_tokens(grammar_output))
-
-    def _end_step(self, output):
-        if isinstance(output, (ModelRunnerOutput, AsyncModelRunnerOutput)):
+        output = super().sample_tokens(grammar_output)
+        # Pipeline stages but the last have ended the step: they have nothing to sample.
+        if self.eviction.in_step and isinstance(output, (ModelRunnerOutput, AsyncModelRunnerOutput)):
             return self.eviction.end_step(output)
-        return output  # None: the step goes on in sample_tokens().
+        return output
+
+    def _combine(self, measured: torch.Tensor) -> Arriving:
+        """Every rank of a stage holds equally many heads, so the mean of ranks is the mean of heads."""
+        ranks = get_tp_group()
+        if ranks.world_size > 1:
+            measured = ranks.all_reduce(measured) / ranks.world_size
+        arriving = HostCopy(measured)
+        return arriving if self.stage_relay is None else self.stage_relay.add(arriving)
 
 
 def _check_kernel_page(kernel_page_tokens: int, page_tokens: int, backend: str) -> None:

@@ -45,6 +45,7 @@ class PagedGPUBuilderMixin(ResidentPagesBuilderMixin):
         super().bind(runtime, request_ids)
         if self.runtime is None:
             return
+        runtime.buffers.gather = kernels.gather_rows
         runtime.make_observed = self._make_observed
         if runtime.reads_keys:
             runtime.key_readers.append(self.add_key_difference)
