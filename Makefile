@@ -4,11 +4,12 @@ MODEL ?=
 POLICY ?= h2o
 BUDGET ?=
 PORT ?= 8000
+VLLM ?= 0.32.0
 ARGS ?=
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-all lint format bench bench-overhead bench-scheduler bench-pressure soak model setup lock clean distclean
+.PHONY: help serve demo test test-all lint format bench bench-overhead bench-scheduler bench-pressure soak stream-100k stream-4m model setup lock check-wheel clean distclean
 
 BIN := .venv/bin
 export PYTHON DEVICE
@@ -55,6 +56,12 @@ bench-pressure: setup model ## A pool for 60 % of the load: eviction against pre
 soak: setup model ## Half an hour of mixed load: does any process grow? (ARGS='--minutes 5')
 	@exec $(BIN)/vllm-evict bench soak $(ARGS)
 
+stream-100k: setup ## 100,000 tokens through one request: time per token and memory at both ends
+	@exec $(BIN)/vllm-evict bench stream --tokens 100000 --window 20000 --decode 1000 $(ARGS)
+
+stream-4m: setup ## The same with 4 million tokens
+	@exec $(BIN)/vllm-evict bench stream $(ARGS)
+
 model: setup ## Prepare the embedded model and print its folder
 	@$(BIN)/vllm-evict model
 
@@ -67,6 +74,9 @@ setup-dev:
 
 lock: setup ## Write the locks of pinned packages anew
 	deploy/setup/locks/update.sh
+
+check-wheel: ## Check a GPU wheel of vLLM (VLLM=0.33.0) against all that this project relies on
+	@deploy/gpu-check/check_wheel.sh $(VLLM)
 
 clean: ## Remove caches and build output
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis deploy/setup/vllm-name/{build,*.egg-info}

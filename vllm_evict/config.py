@@ -28,6 +28,9 @@ MAX_TOKENS = 2**31 - 1
 UNLIMITED = "unlimited"
 """As a budget: pages go only when the pool is short, and never below the floor."""
 
+POSITIONS = ("absolute", "rebase")
+"""Rotary positions: as in the text, whatever its length; or moved down whenever the model's limit is reached."""
+
 OVERRIDES = ("none", "lower", "any")
 """What a single request may change: nothing; its budget downwards; anything."""
 
@@ -64,6 +67,9 @@ class EvictionConfig(BaseModel):
         seed: seed of the ``random`` policy.
         overrides: what a request may ask for itself (:mod:`vllm_evict.requests`): ``none``,
             ``lower`` (a smaller budget, and pins within it) or ``any``.
+        positions: ``absolute``: a token keeps the position it was computed at. ``rebase``: before the next one
+            would pass the length the model was made for, the pages held move down to consecutive positions,
+            so a stream has no end.
 
     """
 
@@ -80,6 +86,7 @@ class EvictionConfig(BaseModel):
     trace: str | None = None
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)] = 0
     overrides: str = "lower"
+    positions: str = "absolute"
 
     @field_validator("policy")
     @classmethod
@@ -96,6 +103,11 @@ class EvictionConfig(BaseModel):
     def _known_overrides(cls, value: str) -> str:
         return _one_of(value, OVERRIDES)
 
+    @field_validator("positions")
+    @classmethod
+    def _known_positions(cls, value: str) -> str:
+        return _one_of(value, POSITIONS)
+
     @property
     def enabled(self) -> bool:
         """Whether anything is to be done at all."""
@@ -105,6 +117,11 @@ class EvictionConfig(BaseModel):
     def evicts(self) -> bool:
         """Whether pages ever go (``keep-all`` keeps them)."""
         return self.enabled and POLICIES[self.policy].evicts
+
+    @property
+    def rebases(self) -> bool:
+        """Whether positions are ever moved down."""
+        return self.enabled and self.positions == "rebase"
 
     @property
     def bounded(self) -> bool:
@@ -269,6 +286,8 @@ def _one_line(error: ValidationError) -> str:
         allowed = f"give a whole number of tokens from 0 to {MAX_TOKENS}, or '{UNLIMITED}'"
     elif field == "overrides":
         allowed = _choose(OVERRIDES)
+    elif field == "positions":
+        allowed = _choose(POSITIONS)
     elif field == "seed":
         allowed = f"give a whole number from 0 to {MAX_TOKENS}"
     else:

@@ -101,7 +101,13 @@ def request_eviction(
             changed["recent"] = min(config.recent, max(changed["budget"] - config.sink, 0))
     pinned = _pins(asked[PIN_KEY], page_tokens, num_prompt_tokens) if PIN_KEY in asked else ()
     try:
-        return _eviction(parse_config({**config.model_dump(), **changed}), page_tokens, pinned)
+        wanted = parse_config({**config.model_dump(), **changed})
+        if config.rebases and not (wanted.evicts and wanted.budget != UNLIMITED and wanted.budget <= config.budget):
+            raise EvictionConfigError(
+                f"this server runs with {flag_name('positions')} rebase, and more than {config.budget} tokens might "
+                f"not fit into the model's positions. Set {flag_name('budget')} to at most {config.budget}."
+            )
+        return _eviction(wanted, page_tokens, pinned)
     except EvictionConfigError as error:
         # What the client can set is called otherwise than what the operator set.
         raise EvictionConfigError(f"vllm_xargs: {error}".replace(flag_name("budget"), BUDGET_KEY)) from None

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.bookkeeping.harness import PAGE_TOKENS, Bench
+from tests.bookkeeping.rebasing import RebasingBench
 from vllm_evict.config import EvictionConfigError
 
 TEXT = list(range(64))
@@ -16,7 +17,7 @@ PINNED = {"kv_eviction_pin": "9-10", "kv_eviction_budget": 16}
 REQUESTS = st.sampled_from("abcdef")
 
 
-def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
+def machine(stock_config, happened, *, async_scheduling, window_tokens=None, rebasing=False):
     class AnyOrder(RuleBasedStateMachine):
         run: Bench
 
@@ -26,7 +27,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             num_blocks=st.integers(16, 30),
             chunk_tokens=st.sampled_from([3, 8, 16]),
             budget=st.sampled_from([(8, 4, 4), (12, 0, 4), (16, 4, 8), (24, 8, 8)]),
-            floor=st.sampled_from([None, "below the budget", "unlimited"]),
+            floor=st.sampled_from([None, "below the budget", *([] if rebasing else ["unlimited"])]),
         )
         def start(self, policy, caching, num_blocks, chunk_tokens, budget, floor):
             lengths = dict(zip(("budget", "sink", "recent"), budget, strict=True))
@@ -34,7 +35,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
                 lengths |= {"floor": lengths["budget"], "budget": "unlimited"}
             elif floor:
                 lengths |= {"floor": lengths["budget"], "budget": 2 * lengths["budget"]}
-            self.run = Bench(
+            self.run = (RebasingBench if rebasing else Bench)(
                 stock_config,
                 policy=policy,
                 caching=caching,
@@ -55,7 +56,7 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
             request_id=REQUESTS,
             shared=st.sampled_from([50, 40, 25, 17, 0]),
             own=st.integers(1, 8),
-            max_tokens=st.integers(1, 12),
+            max_tokens=st.integers(1, 80 if rebasing else 12),
             xargs=st.sampled_from([None, None, {"kv_eviction_budget": 12}, {"kv_eviction": "random"}, PINNED]),
         )
         def arrive(self, request_id, shared, own, max_tokens, xargs):
@@ -97,14 +98,22 @@ def machine(stock_config, happened, *, async_scheduling, window_tokens=None):
                 happened["evicted"] += self.run.manager.stats.num_evicted_pages
                 for step in self.run.steps:
                     happened["resumed"] += len(step.output.scheduled_cached_reqs.resumed_req_ids)
+                if rebasing:
+                    happened["rebased"] += self.run.num_rebases
 
     return AnyOrder
 
 
 KINDS = pytest.mark.parametrize(
     "options",
-    [{"async_scheduling": False}, {"async_scheduling": True}, {"async_scheduling": False, "window_tokens": 9}],
-    ids=["sync", "async", "windows"],
+    [
+        {"async_scheduling": False},
+        {"async_scheduling": True},
+        {"async_scheduling": False, "window_tokens": 9},
+        {"async_scheduling": False, "rebasing": True},
+        {"async_scheduling": True, "rebasing": True},
+    ],
+    ids=["sync", "async", "windows", "rebase", "rebase-async"],
 )
 
 
@@ -119,11 +128,13 @@ def check_any_order(stock_config, num_examples, options):
     # Far below what was seen: which examples Hypothesis makes depends on the modules that are loaded.
     assert happened["evicted"] > 50 and happened["resumed"] > 5
     assert happened["saved"] > 0 or "window_tokens" in options  # whose pool is roomy
+    if "rebasing" in options:
+        assert happened["rebased"] > 50
 
 
 @KINDS
 def test_any_order(stock_config, options):
-    check_any_order(stock_config, 50, options)  # 2,000 events
+    check_any_order(stock_config, 100, options)  # 4,000 events
 
 
 @pytest.mark.slow

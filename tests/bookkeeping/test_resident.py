@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from tests.bookkeeping.harness import Bench
 from vllm_evict.engine.messages import EvictionUpdate
 from vllm_evict.engine.resident import ResidentTable
-from vllm_evict.scores.aggregate import PageMass
 
 each_policy = pytest.mark.parametrize("policy", ["streaming", "h2o", "random"])
 

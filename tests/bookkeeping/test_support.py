@@ -100,6 +100,20 @@ TRIGGERS = [
             "model_config.hf_text_config": SimpleNamespace(layer_types=["sliding_attention"]),
         },
     ),
+    (
+        "windows under",
+        {
+            "additional_config": {"kv_eviction": {"positions": "rebase"}},
+            "model_config.hf_text_config": SimpleNamespace(layer_types=["sliding_attention"]),
+        },
+    ),
+    (
+        "LongRoPE",
+        {
+            "additional_config": {"kv_eviction": {"positions": "rebase"}},
+            "model_config.hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "longrope"}),
+        },
+    ),
     ("quantised KV cache", {"cache_config.cache_dtype": "fp8"}),
     ("quantised KV cache", {"cache_config.cache_dtype": "fp8_e5m2"}),
     ("KV cache events", {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}),
@@ -125,6 +139,8 @@ HARMLESS = [
     {"model_config.hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"])},
     {"model_config.hf_text_config": SimpleNamespace(layer_types=None, attention_chunk_size=None)},
     {"cache_config.cache_dtype": "bfloat16"},
+    {"additional_config": {"kv_eviction": {"positions": "rebase"}}, "model_config.max_model_len": 65},
+    {"model_config.hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "longrope"})},
     {"scheduler_config.disable_hybrid_kv_cache_manager": None},
     {"parallel_config.distributed_executor_backend": "external_launcher"},
     {"parallel_config.pipeline_parallel_size": 2},
@@ -495,7 +511,7 @@ def test_a_layer_is_refused_by_name(refused, word):
 
 
 def test_layers_that_are_let_through():
-    """Windows stay vLLM's; who does not score may have learned sinks; a layer without attention is no business of ours."""
+    """Windows stay vLLM's; who does not score may have learned sinks; a layer without attention is none of ours."""
     others = [layer(builder=AttentionMetadataBuilder, sliding_window=512, alibi_slopes=[1.0]), SimpleNamespace()]
     check_layers([layer(), layer(sinks=[1.0]), *others], EvictionConfig(policy="streaming"))
 

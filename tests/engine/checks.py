@@ -86,15 +86,28 @@ def _sampled(run: Run, name: str) -> dict[int, int]:
 
 
 def positions(run: Run) -> None:
-    """Per epoch, the model sees positions 0, 1, 2, ... without gap; after a prefix hit it starts behind the hit."""
+    """Per epoch, the model sees positions 0, 1, 2, ... without gap; after a prefix hit it starts behind the hit.
+
+    After a rebase, the same less its offset.
+    """
     for name in run.answers:
         for epoch in run.epochs(name):
             rows = run.rows_of_epoch(name, epoch)
-            seen = [position for row in rows for position in row.positions]
+            seen = [
+                position + _offset(run, name, epoch, row.num_computed_tokens)
+                for row in rows
+                for position in row.positions
+            ]
             first = rows[0].num_cached_tokens
             assert seen == list(range(first, first + len(seen))), f"{name}, epoch {epoch}: positions {seen}"
         last = len(run.answers[name].prompt) + len(run.answers[name].tokens) - 1
         assert seen[-1] == last - 1, f"{name}: last position {seen[-1]} of {last} computed tokens"
+
+
+def _offset(run: Run, name: str, epoch: int, num_computed_tokens: int) -> int:
+    """By how much rotary positions lag behind, in the step that begins with so many tokens."""
+    rebases = run.rebases.get((name, epoch), [])
+    return max((r.offset for r in rebases if r.num_computed_tokens <= num_computed_tokens), default=0)
 
 
 def held_pages(run: Run) -> None:
@@ -294,6 +307,32 @@ def observed_queries(run: Run, name: str, epoch: int, num_tokens: int) -> list[i
         else:
             observed += range(first if last_of_chunk == "all" else max(first, stop - last_of_chunk), stop)
     return observed
+
+
+def rotary_positions(run: Run, limit_tokens: int) -> int:
+    """No rotary position reaches the limit, and pages move only when one would; returns how often they did."""
+    for number, step in enumerate(run.steps):
+        for name, row in step.rows.items():
+            assert max(row.positions) < limit_tokens, f"step {number}, {name}: position {max(row.positions)}"
+    mine = {key: rebases for key, rebases in run.rebases.items() if key[0] in run.answers}
+    for (name, epoch), rebases in mine.items():
+        for before, rebase in zip([0, *(r.offset for r in rebases)], rebases, strict=False):
+            [row] = [r for r in run.rows_of_epoch(name, epoch) if r.num_computed_tokens == rebase.num_computed_tokens]
+            assert row.num_computed_tokens + row.num_scheduled_tokens - before > limit_tokens, f"{name}: {rebase}"
+    return sum(map(len, mine.values()))
+
+
+def hashed_pages_stand_where_they_were(run: Run) -> None:
+    """What a prefix look-up may find has the positions it was computed at."""
+    for number, step in enumerate(run.steps):
+        for name, row in step.rows.items():
+            for rebase in run.rebases.get((name, row.epoch), []):
+                if rebase.num_computed_tokens > row.num_computed_tokens:
+                    continue
+                for place, page in enumerate(rebase.resident):
+                    assert place == page or row.table[page] not in step.settled.hashed, (
+                        f"step {number}, {name}: page {page} has moved and is hashed"
+                    )
 
 
 def hashed_pages_are_exact(run: Run) -> None:

@@ -24,7 +24,8 @@ import torch
 
 from tests.oracle.forward import load, masked_forward
 from tests.oracle.mass import page_mass
-from tests.oracle.trace import TraceLine, evictions_of, read_trace
+from tests.oracle.rebased import Rebase, rebased_forward
+from tests.oracle.trace import TraceLine, evictions_of, read_rebases, read_trace
 from tests.oracle.visibility import visibility_mask
 
 PAGE_TOKENS = 32
@@ -150,6 +151,7 @@ class Run:
     steps: list[Step] = field(default_factory=list)
     answers: dict[str, Answer] = field(default_factory=dict)
     trace: dict[str, list[TraceLine]] = field(default_factory=dict)
+    rebases: dict[tuple[str, int], list[Rebase]] = field(default_factory=dict)
     _references: dict[tuple[str, int], Reference] = field(default_factory=dict)
 
     def rows(self, name: str) -> list[Row]:
@@ -180,7 +182,11 @@ class Run:
             answer, scored = self.answers[name], self.eviction.get("policy") in ("h2o", "h2o-keydiff")
             tokens = answer.prompt + answer.tokens
             mask = visibility_mask(len(tokens), self.page_tokens, evictions_of(self.lines(name), epoch))
-            logits, attentions = masked_forward(self.oracle, tokens, mask, attentions=scored)
+            rebases = self.rebases.get(key, [])
+            if rebases:
+                logits, attentions, _ = rebased_forward(self.oracle, tokens, mask, self.page_tokens, rebases)
+            else:
+                logits, attentions = masked_forward(self.oracle, tokens, mask, attentions=scored)
             mass = page_mass(attentions, self.page_tokens) if scored else None
             self._references[key] = Reference(logits, mass)
         return self._references[key]
@@ -368,6 +374,8 @@ class Engine:
         if self._trace is not None and self._trace.exists():
             for request_id, lines in read_trace(self._trace).items():
                 run.trace[self._names[request_id]] = lines
+            for (request_id, epoch), rebases in read_rebases(self._trace).items():
+                run.rebases[self._names[request_id], epoch] = rebases
         return run
 
     def drain(self, max_steps: int = 5_000) -> Run:
@@ -501,6 +509,9 @@ class Engine:
             self.runner.prepare_inputs = watched_prepare_inputs
         self._hook = self.runner.model.register_forward_pre_hook(self._watch_forward, with_kwargs=True)
 
+    read_metadata = staticmethod(lambda metadata: metadata)
+    """How to find `query_start_loc`, `seq_lens`, `slot_mapping` and `block_table` in a layer's metadata."""
+
     def _watch_forward(self, module, args, kwargs) -> None:
         """See what the model and the kernels are given: called inside the forward context."""
         from vllm.forward_context import get_forward_context
@@ -508,7 +519,7 @@ class Engine:
         output = self._step.get("output")
         if output is None:
             return
-        metadata = get_forward_context().attn_metadata[self._layer_names[0]]
+        metadata = self.read_metadata(get_forward_context().attn_metadata[self._layer_names[0]])
         positions = kwargs["positions"]
         starts = metadata.query_start_loc.tolist()
         cached_starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

@@ -17,6 +17,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -80,14 +82,22 @@ def _save(model: PreTrainedModel, path: Path) -> Path:
     return Path(path)
 
 
-def tiny(path: Path, *, num_kv_heads: int = 2, num_layers: int = 2, seed: int = 0) -> Path:
-    """Llama: 2 layers, 4 query heads of size 64, 512 tokens, 4096 positions."""
+def tiny(
+    path: Path,
+    *,
+    num_kv_heads: int = 2,
+    num_layers: int = 2,
+    seed: int = 0,
+    max_positions: int = MAX_POSITIONS,
+    rope: tuple[tuple[str, object], ...] = (("rope_type", "default"),),
+) -> Path:
+    """Llama: 2 layers, 4 query heads of size 64, 512 tokens, 4096 positions. `rope`: further rotary parameters."""
     config = LlamaConfig(
-        **_COMMON,
+        **_COMMON | {"max_position_embeddings": max_positions},
         num_hidden_layers=num_layers,
         num_key_value_heads=num_kv_heads,
         head_dim=HEAD_SIZE,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters={"rope_theta": 10_000.0, **dict(rope)},
     )
     model = LlamaForCausalLM(config)
     _init(model, seed=seed)
@@ -104,10 +114,12 @@ def tiny_mqa(path: Path, *, seed: int = 2) -> Path:
     return tiny(path, num_kv_heads=1, seed=seed)
 
 
-def tiny_partial_rotary(path: Path, *, rotary_share: float = 0.5, seed: int = 13) -> Path:
+def tiny_partial_rotary(
+    path: Path, *, rotary_share: float = 0.5, max_positions: int = MAX_POSITIONS, seed: int = 13
+) -> Path:
     """StableLM: the second part of every head carries no position; 4 query and 2 KV heads."""
     config = StableLmConfig(
-        **_COMMON,
+        **_COMMON | {"max_position_embeddings": max_positions},
         num_hidden_layers=2,
         num_key_value_heads=2,
         rope_parameters={
@@ -118,6 +130,21 @@ def tiny_partial_rotary(path: Path, *, rotary_share: float = 0.5, seed: int = 13
     )
     model = StableLmForCausalLM(config)
     _init(model, seed=seed)
+    return _save(model, path)
+
+
+def tiny_interleaved(path: Path, *, max_positions: int = MAX_POSITIONS, seed: int = 14) -> Path:
+    """GLM 4: rotary pairs side by side, in the first half of every head; 4 query and 2 KV heads."""
+    config = Glm4Config(
+        **_COMMON | {"max_position_embeddings": max_positions},
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=HEAD_SIZE,
+        attention_bias=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    )
+    model = Glm4ForCausalLM(config)
+    _init(model, seed=seed, gain=_GAIN | {"gate_up_proj": 1.0})
     return _save(model, path)
 
 
@@ -153,4 +180,5 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "tiny-mqa": tiny_mqa,
     "tiny-swa": tiny_swa,
     "tiny-partial-rotary": tiny_partial_rotary,
+    "tiny-interleaved": tiny_interleaved,
 }

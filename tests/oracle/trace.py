@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.oracle.rebased import Rebase
 from tests.oracle.visibility import Eviction
 
 
@@ -63,6 +64,27 @@ def _line(text: str) -> TraceLine:
     return line
 
 
+def read_rebases(path: Path | str) -> dict[tuple[str, int], list[Rebase]]:
+    """Return the rebases of each request and epoch as written, from the same file.
+
+    Raises ValueError if the offset does not grow.
+    """
+    rebases: dict[tuple[str, int], list[Rebase]] = {}
+    for text in Path(path).read_text().splitlines():
+        fields = json.loads(text)
+        if _is_rebase(fields):
+            rebase = Rebase(fields["num_computed_tokens"], fields["offset"], tuple(fields["resident"]))
+            before = rebases.setdefault((fields["request"], fields["epoch"]), [])
+            if before and before[-1].offset >= rebase.offset:
+                raise ValueError(f"the offset does not grow: {before[-1]} then {rebase}")
+            before.append(rebase)
+    return rebases
+
+
+def _is_rebase(fields: Mapping[str, object]) -> bool:
+    return "offset" in fields
+
+
 def read_trace(path: Path | str, request_id: str | None = None) -> dict[str, list[TraceLine]]:
     """Return the lines of each request as written; with `request_id`, of that one alone (maybe none).
 
@@ -71,6 +93,8 @@ def read_trace(path: Path | str, request_id: str | None = None) -> dict[str, lis
     """
     lines_of: dict[str, list[TraceLine]] = {} if request_id is None else {request_id: []}
     for text in Path(path).read_text().splitlines():
+        if _is_rebase(json.loads(text)):
+            continue
         line = _line(text)
         if request_id is None or line.request == request_id:
             lines_of.setdefault(line.request, []).append(line)

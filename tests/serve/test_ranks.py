@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 import torch
 
 from tests.models.plant import HEAVY, NUM_NEUTRAL_TOKENS, plant
 from tests.models.tiny import VOCAB_TOKENS, tiny
+from tests.oracle.trace import read_rebases, read_trace
 from tests.serve.server import Server
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -91,6 +93,21 @@ def test_two_tensor_parallel_ranks_decide_as_one(model, alone, tmp_path, policy)
     assert [bool(lines) for _, lines in found.values()] == [False, True, True, True]
 
 
+def test_two_tensor_parallel_ranks_move_the_same_pages(tmp_path):
+    """Each turns the keys of its own heads; a model of eight pages, which two of the requests pass."""
+    model = tiny(tmp_path / "short", max_positions=8 * P)
+    found = {}
+    for name, options in (("one", ()), ("two", TWO_RANKS)):
+        folder = tmp_path / name
+        folder.mkdir()
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
+        with serving(model, folder, "h2o", "--kv-eviction-positions", "rebase", *options, **environment) as server:
+            found[name] = answers(server)
+        rebases = read_rebases(folder / "trace.jsonl")
+        assert len(rebases) == 2 and all(len(moved) >= 1 for moved in rebases.values())
+    assert found["one"] == found["two"]
+
+
 @pytest.mark.parametrize("kv_head", [0, 1])
 def test_a_heavy_hitter_that_one_rank_sees(tmp_path, kv_head):
     """KV head 1 lives on rank 1, which tells nobody but through the sum over ranks."""
@@ -106,11 +123,29 @@ def test_a_heavy_hitter_that_one_rank_sees(tmp_path, kv_head):
 
 
 def test_two_api_servers(model, alone, tmp_path):
-    """The flag is known in both, and the one engine evicts."""
+    """The flag is known in both, the one engine evicts, and its metrics are whole whichever of them is asked."""
     with serving(model, tmp_path, "h2o", "--api-server-count", "2") as server:
         (line,) = [line for line in server.log.splitlines() if "KV eviction h2o" in line]
         assert "budget 128 tokens = 4 pages" in line
         assert answers(server) == alone("h2o")
+        for length in range(8):  # each over a connection of its own, so that both have their share
+            prompt = list(range(8 * P, 14 * P + length))
+            server.post("/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": P, "ignore_eos": True})
+            with pytest.raises(HTTPError, match="400"):
+                too_little = {"kv_eviction_budget": 1}
+                server.post("/v1/completions", {"model": "tiny", "prompt": prompt, "vllm_xargs": too_little})
+            body = {"prompt": prompt, "max_tokens": 1, "stream_options": {"include_usage": True}}
+            with server.event_stream("/v1/completions", body) as stream:
+                assert b'"kv_eviction"' in stream.read()
+        server.wait_idle(30)
+        assert server.metric("vllm:kv_eviction_refused_requests_total") == 8
+        lines = [line for lines in read_trace(tmp_path / "trace.jsonl").values() for line in lines]
+        assert len({line.request for line in lines}) > 3 + 8
+        for _ in range(8):
+            assert server.metric("vllm:kv_eviction_evicted_pages_total") == sum(len(line.pages) for line in lines)
+            assert server.metric("vllm:kv_eviction_evicted_mass_share_count") == len(lines)
+            assert server.metric("vllm:kv_eviction_resident_tokens") == 0
+            assert server.metric("vllm:kv_eviction_logical_tokens") == 0
 
 
 def test_two_data_parallel_engines(model, alone, tmp_path):

@@ -1,4 +1,4 @@
-"""Batches for the page-mass kernel, and what the slow reference says about them."""
+"""Batches for the page-mass kernel, and what the slow reference says about them. For the tests and deploy/gpu-check."""
 
 from dataclasses import dataclass, replace
 
@@ -9,6 +9,35 @@ from vllm_evict.scores.reference import page_mass_reference
 UNTOUCHED = 7.0  # what page_mass holds before
 #: On top of what a row holds, so that there are entries nobody may read.
 SPARE_PAGES = 2
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Every value of an axis with several of every other one.
+CASES = {
+    "MHA": dict(page=16, heads=2, kv_heads=2, head_size=64, dtype=BF16),
+    "SmolLM2": dict(page=16, heads=9, kv_heads=3, head_size=64, dtype=F32, head_major=True),
+    "Llama 3 8:1": dict(page=32, heads=16, kv_heads=2, head_size=128, dtype=BF16),
+    "MQA 256": dict(page=64, heads=4, kv_heads=1, head_size=256, dtype=F16, softcap=5.0),
+    "MQA wide": dict(page=16, heads=20, kv_heads=1, head_size=64, dtype=F16),
+    "head of 80": dict(page=32, heads=6, kv_heads=2, head_size=80, dtype=F32, softcap=20.0),
+    "head of 80, 8:1": dict(page=64, heads=8, kv_heads=1, head_size=80, dtype=BF16, head_major=True),
+    "e4m3": dict(page=16, heads=4, kv_heads=2, head_size=64, dtype=BF16, key_dtype=E4M3, k_scale=0.5),
+    "e5m2": dict(
+        page=32, heads=6, kv_heads=2, head_size=80, dtype=F16, key_dtype=E5M2, k_scale=torch.tensor([0.5, 2.0])
+    ),
+    "e4m3 in fp32": dict(
+        page=64, heads=2, kv_heads=2, head_size=128, key_dtype=E4M3, k_scale=torch.tensor(2.0), head_major=True
+    ),
+    "pages of 8": dict(page=8, heads=3, kv_heads=1, head_size=32, dtype=F32),
+    "pages of 128": dict(page=128, heads=2, kv_heads=1, head_size=64, dtype=BF16, softcap=5.0),
+}
+KEY_CASES = {
+    "bf16": dict(page=16, kv_heads=2, head_size=64, dtype=BF16),
+    "fp16, 80": dict(page=32, kv_heads=3, head_size=80, dtype=F16, head_major=True),
+    "fp32, 256": dict(page=64, kv_heads=1, head_size=256, dtype=F32),
+    "e4m3": dict(page=16, kv_heads=2, head_size=128, dtype=BF16, key_dtype=E4M3),
+    "pages of 128": dict(page=128, kv_heads=2, head_size=64, dtype=BF16),
+}
 
 
 @dataclass(frozen=True)
@@ -45,13 +74,14 @@ class Batch:
         )
 
     def start(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((len(self.token), self.block_table.shape[1]), UNTOUCHED, dtype=dtype)
+        shape = (len(self.token), self.block_table.shape[1])
+        return torch.full(shape, UNTOUCHED, dtype=dtype, device=self.query.device)
 
     def keys(self) -> torch.Tensor:
         """float64 [num_blocks, num_kv_heads, page_tokens, head_size], scaled."""
         keys = self.key_cache.double().transpose(1, 2)
         if self.k_scale is not None:
-            keys = keys * torch.as_tensor(self.k_scale).double().view(-1, 1, 1)
+            keys = keys * torch.as_tensor(self.k_scale, device=keys.device).double().view(-1, 1, 1)
         return keys
 
     def reference(self) -> torch.Tensor:
@@ -64,17 +94,18 @@ class Batch:
     def log_sum_exp(self) -> torch.Tensor:
         """float32 [num_tokens, num_heads], of observed queries; NaN elsewhere. Transposed in memory, as FA's."""
         num_tokens, num_heads, _ = self.query.shape
-        result = torch.full((num_heads, num_tokens), float("nan"))
-        keys = self.keys().repeat_interleave(num_heads // self.key_cache.shape[2], dim=1)
+        result = torch.full((num_heads, num_tokens), float("nan"), device=self.query.device)
+        keys = self.keys()
         for token, row, visible in zip(self.token, self.row, self.visible_tokens, strict=True):
             if visible == 0 or row < 0:
                 continue
-            blocks = self.block_table[row, : -(-int(visible) // self.page_tokens)].long()
-            seen = keys[blocks].transpose(0, 1).flatten(1, 2)[:, :visible]
-            logits = torch.einsum("hd,htd->ht", self.query[token].double(), seen) * self.scale
+            blocks = self.block_table[int(row), : -(-int(visible) // self.page_tokens)].long()
+            seen = keys[blocks].transpose(0, 1).flatten(1, 2)[:, : int(visible)]
+            seen = seen.repeat_interleave(num_heads // len(seen), dim=0)
+            logits = torch.einsum("hd,htd->ht", self.query[int(token)].double(), seen) * self.scale
             if self.softcap:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
-            result[:, token] = torch.logsumexp(logits, dim=-1)
+            result[:, int(token)] = torch.logsumexp(logits, dim=-1)
         return result.t()
 
     def only(self, chosen: torch.Tensor) -> "Batch":
@@ -143,7 +174,7 @@ def make_batch(
 
     return Batch(
         query=query,
-        key_cache=_moved(key_cache, device),
+        key_cache=cache.to(device).split(head_size, dim=-1)[0],
         block_table=block_table.to(device),
         token=indices(token),
         row=indices(row),
@@ -152,7 +183,3 @@ def make_batch(
         softcap=softcap,
         k_scale=k_scale,
     )
-
-
-def _moved(strided: torch.Tensor, device: str) -> torch.Tensor:
-    return strided if device == "cpu" else strided.to(device)

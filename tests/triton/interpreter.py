@@ -1,17 +1,18 @@
 """Triton kernels on the CPU, without setting TRITON_INTERPRET for the process.
 
 `triton.jit` decides when it decorates whether a kernel is compiled or interpreted. The process of `make test` imports
-vLLM, which must go on believing that there is no Triton here, and so it has imported Triton for compiling. So: a copy
-of our modules of their own, decorated under TRITON_INTERPRET, beside those that anybody else imports; and while the
-kernels run, interpreted versions of what `triton.language` itself writes in Triton (`tl.sum`, `tl.cdiv`, ...).
+vLLM, which must go on believing that there is no Triton here, and it compiles kernels for GPUs it does not have. So: a
+copy of our modules of their own, decorated under TRITON_INTERPRET, beside those that anybody else imports; and while
+the kernels run, interpreted versions of what `triton.language` itself writes in Triton (`tl.sum`, `tl.cdiv`, ...).
 
-Triton 3.7's interpreter multiplies the bits of bfloat16 matrices as integers; here they are numbers.
+Of Triton 3.7's interpreter two things are mended: it multiplies the bits of bfloat16 matrices as integers, and a
+function called by a kernel leaves the language changed behind it.
 """
 
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
 import pytest
@@ -23,18 +24,35 @@ from triton.runtime.jit import JITFunction
 import vllm_evict.scores
 
 MODULES = ("triton_kernels", "triton")
+CHANGED = (tl, tl.core, tl.standard, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 
 
 @contextmanager
 def interpreted() -> Iterator[ModuleType]:
     """A `vllm_evict.scores.triton` that runs on CPU tensors, inside the `with` block."""
-    with pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as stack:
+        for namespace in CHANGED:
+            stack.enter_context(_left_as_it_was(namespace))
         for module in (tl, tl.standard):
             for name, function in [*vars(module).items()]:
                 if isinstance(function, JITFunction):
-                    patch.setattr(module, name, InterpretedFunction(function.fn))
+                    setattr(module, name, InterpretedFunction(function.fn))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(InterpreterBuilder, "create_dot", _dot_of_numbers)
         yield _import_interpreted()
+
+
+@contextmanager
+def _left_as_it_was(namespace: ModuleType | type) -> Iterator[None]:
+    before = dict(vars(namespace))
+    try:
+        yield
+    finally:
+        for name in vars(namespace).keys() - before.keys():
+            delattr(namespace, name)
+        for name, value in before.items():
+            if vars(namespace).get(name) is not value:
+                setattr(namespace, name, value)
 
 
 _create_dot = InterpreterBuilder.create_dot

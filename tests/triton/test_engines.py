@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine import checks
 from tests.engine.harness import Run, random_prompt
-from tests.models.tiny import tiny_mqa
+from tests.models.tiny import MAX_POSITIONS, tiny
 from tests.triton.child import Scenario
 
 P = 16
@@ -32,17 +32,24 @@ CASES = [
     ("V2", "h2o"),
     ("V2", "h2o-keydiff"),
     ("V2", "short pool"),
+    ("V2", "rebase"),
     ("V2-async", "h2o"),
     ("V2-async", "short pool"),
+    ("V2-async", "rebase"),
 ]
+LIMIT = 10 * P
+STREAM = {"long": random_prompt(15 * P + 9, seed=4), "middle": random_prompt(9 * P, seed=5)}
 
 
-def scenario(model: Path, folder: Path, runner: str, case: str) -> Scenario:
+def scenario(folder: Path, runner: str, case: str) -> Scenario:
     version, asynchronous = RUNNERS[runner]
-    short = case == "short pool"
+    short, rebase = case == "short pool", case == "rebase"
+    model = tiny(
+        folder / ("short" if rebase else "model"), num_kv_heads=1, **({"max_positions": LIMIT} if rebase else {})
+    )
     engine = {
         "model": model,
-        "eviction": BUDGET | POLICIES["h2o" if short else case],
+        "eviction": BUDGET | POLICIES.get(case, POLICIES["h2o"]) | ({"positions": "rebase"} if rebase else {}),
         "trace": folder / f"{runner}-{case}.jsonl",
         "page_tokens": P,
         "chunk_tokens": 2 * P,
@@ -52,6 +59,8 @@ def scenario(model: Path, folder: Path, runner: str, case: str) -> Scenario:
     }
     if short:
         run = {"prompts": SHORT_POOL, "max_tokens": 4 * P + 5, "num_logits": -1}
+    elif rebase:
+        run = {"prompts": STREAM, "max_tokens": {"long": 6, "middle": P + 6}, "num_logits": -1}
     else:
         tokens = {"long": 14, "page": 4 * P + 3, "hit": 14}
         run = {"prompts": PROMPTS, "max_tokens": tokens, "arrive_at": {"hit": 9}, "num_logits": -1}
@@ -62,8 +71,7 @@ def scenario(model: Path, folder: Path, runner: str, case: str) -> Scenario:
 def runs(tmp_path_factory) -> dict[tuple[str, str], Run]:
     """All cases, one after the other in one child process."""
     folder = tmp_path_factory.mktemp("engines")
-    model = tiny_mqa(folder / "model")
-    scenarios = [scenario(model, folder, *case) for case in CASES]
+    scenarios = [scenario(folder, *case) for case in CASES]
     (folder / "scenarios").write_bytes(pickle.dumps(scenarios))
     child = subprocess.run(
         [sys.executable, "-m", "tests.triton.child", folder / "scenarios", folder / "runs"],
@@ -87,14 +95,16 @@ def asynchronous(request) -> bool:
 
 @pytest.mark.parametrize("check", checks.ALWAYS, ids=lambda check: check.__name__)
 def test_run(run, check, request):
-    if check is checks.held_pages and asynchronous(request):
-        pytest.skip("scores come a step late, so a page goes a step late; `bounds` says by how much at most")
+    if check in (checks.held_pages, checks.choices) and asynchronous(request):
+        pytest.skip("scores come a step late and pages in flight stay; `bounds` says by how much at most")
     check(run)
 
 
 def test_masses(run, request):
     if run.eviction["policy"] == "streaming":
         pytest.skip("streaming measures nothing")
+    if "V2-async-rebase" in request.node.name:
+        pytest.skip("its prompt is evicted by what a chunk before had seen")
     assert checks.masses(run) < checks.MASS_TOLERANCE
 
 
@@ -121,6 +131,12 @@ def test_the_short_pool_preempts(runs, runner):
     run = runs[runner, "short pool"]
     assert any(step.preempted for step in run.steps)
     assert max(epoch for name in run.answers for epoch in run.epochs(name)) > 0
+
+
+@pytest.mark.parametrize("runner", ["V2", "V2-async"])
+def test_positions_stay_below_the_limit(runs, runner):
+    assert checks.rotary_positions(runs[runner, "rebase"], LIMIT) >= 2
+    checks.hashed_pages_stand_where_they_were(runs[runner, "rebase"])
 
 
 def test_everybody_evicts(runs):

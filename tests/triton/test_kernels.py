@@ -1,7 +1,11 @@
 """The Triton kernels against the slow reference, under Triton's interpreter."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +14,11 @@ from vllm_evict.scores.reference import key_difference_reference
 
 pytest.importorskip("triton", reason="no Triton here")
 
-from tests.triton.batch import UNTOUCHED, Batch, make_batch
+from tests.triton.batch import CASES, KEY_CASES, UNTOUCHED, Batch, make_batch
 from tests.triton.interpreter import interpreted
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROOT = Path(__file__).parents[2]
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +40,6 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 # --- page mass: the numbers -----------------------------------------------------------------------
 
-# Every value of an axis with several of every other one.
-CASES = {
-    "MHA": dict(page=16, heads=2, kv_heads=2, head_size=64, dtype=BF16),
-    "SmolLM2": dict(page=16, heads=9, kv_heads=3, head_size=64, dtype=F32, head_major=True),
-    "Llama 3 8:1": dict(page=32, heads=16, kv_heads=2, head_size=128, dtype=BF16),
-    "MQA 256": dict(page=64, heads=4, kv_heads=1, head_size=256, dtype=F16, softcap=5.0),
-    "MQA wide": dict(page=16, heads=20, kv_heads=1, head_size=64, dtype=F16),
-    "head of 80": dict(page=32, heads=6, kv_heads=2, head_size=80, dtype=F32, softcap=20.0),
-    "head of 80, 8:1": dict(page=64, heads=8, kv_heads=1, head_size=80, dtype=BF16, head_major=True),
-    "e4m3": dict(page=16, heads=4, kv_heads=2, head_size=64, dtype=BF16, key_dtype=E4M3, k_scale=0.5),
-    "e5m2": dict(
-        page=32, heads=6, kv_heads=2, head_size=80, dtype=F16, key_dtype=E5M2, k_scale=torch.tensor([0.5, 2.0])
-    ),
-    "e4m3 in fp32": dict(
-        page=64, heads=2, kv_heads=2, head_size=128, key_dtype=E4M3, k_scale=torch.tensor(2.0), head_major=True
-    ),
-    "pages of 8": dict(page=8, heads=3, kv_heads=1, head_size=32, dtype=F32),
-    "pages of 128": dict(page=128, heads=2, kv_heads=1, head_size=64, dtype=BF16, softcap=5.0),
-}
 ROWS = ((1, 1), (33, 3), (64, 1), (97, 1), (75, 5))
 
 
@@ -140,11 +125,12 @@ def test_garbage_beyond_the_visible_tokens_does_not_matter(kernels, batch, has_l
     assert torch.equal(page_mass(kernels, replace(early, key_cache=keys), **options)[:8], before)
 
 
-@pytest.mark.parametrize("tile_queries", [1, 4, 64])
-@pytest.mark.parametrize("tiles_per_program", [1, 2])
+@pytest.mark.parametrize(("tile_queries", "tiles_per_program"), [(1, 1), (64, 1), (64, 2)])
 def test_division_of_work_does_not_matter(kernels, batch, expected, tile_queries, tiles_per_program, monkeypatch):
     monkeypatch.setattr(kernels, "FULL_GRID", 1)
     monkeypatch.setattr(kernels, "MAX_TILES_PER_PROGRAM", tiles_per_program)
+    for name in ("BLOCK", "NORMALISER_BLOCK", "BLOCK_ROWS"):
+        monkeypatch.setattr(kernels, name, 4)
     got = page_mass(kernels, batch, queries_per_row=tile_queries)
     # The interpreter's matrix product rounds differently for other numbers of lines.
     assert error(got, expected) <= batch.bound()
@@ -186,6 +172,14 @@ def test_skipped_queries(kernels, batch, expected):
 def test_rows_in_any_order(kernels, batch, expected):
     order = torch.tensor([7, 0, 8, 4, 1, 5, 2, 3, 6])
     assert error(page_mass(kernels, batch.only(order)), expected[order]) <= batch.bound()
+
+
+def test_warming_up_leaves_nothing_to_see(kernels, batch, expected):
+    for has_log_sum_exp in (False, True):
+        kernels.warm_up(
+            query_dtype=BF16, num_heads=6, key_cache=batch.key_cache, softcap=20.0, has_log_sum_exp=has_log_sum_exp
+        )
+    assert torch.equal(page_mass(kernels, batch), expected)
 
 
 def test_a_wider_page_mass_is_left_alone_at_the_end(kernels, batch, expected):
@@ -232,13 +226,6 @@ def test_wrong_arguments_are_refused(kernels, batch, change, message):
 
 # --- key difference -------------------------------------------------------------------------------
 
-KEY_CASES = {
-    "bf16": dict(page=16, kv_heads=2, head_size=64, dtype=BF16),
-    "fp16, 80": dict(page=32, kv_heads=3, head_size=80, dtype=F16, head_major=True),
-    "fp32, 256": dict(page=64, kv_heads=1, head_size=256, dtype=F32),
-    "e4m3": dict(page=16, kv_heads=2, head_size=128, dtype=BF16, key_dtype=E4M3),
-    "pages of 128": dict(page=128, kv_heads=2, head_size=64, dtype=BF16),
-}
 NUM_TOKENS = (1, 33, 0, 97, 130)
 
 
@@ -290,6 +277,7 @@ def test_key_difference_of_zero_keys_of_scratch_and_of_a_closed_gate(kernels, mo
     assert torch.equal(key_difference(kernels, batch, scratch=scratch), whole)
     assert (key_difference(kernels, batch, enabled=torch.tensor([0], dtype=torch.int32)) == UNTOUCHED).all()
     monkeypatch.setattr(kernels, "MAX_TILES_PER_PROGRAM", 1)
+    monkeypatch.setattr(kernels, "BLOCK_ROWS", 2)
     assert error(key_difference(kernels, batch), expected) <= 4e-6
 
 
@@ -316,17 +304,25 @@ def test_gather_rows(kernels):
 
 def test_nothing_of_the_interpreter_stays_behind():
     """vLLM's CPU build must go on without Triton, and the modules that others import compile."""
-    from triton.runtime.jit import JITFunction
+    code = """
+import os, sys
+import torch
+from tests.triton.interpreter import interpreted
+from vllm_evict.scores import triton as compiled
+from vllm_evict.bench.kernel_table import compile_for, variants
 
-    from vllm_evict.scores import triton as compiled
-
-    with interpreted() as module:
-        assert module is not compiled and not isinstance(module.kernels.page_sums, JITFunction)
-    import triton.language as tl
-
-    assert "TRITON_INTERPRET" not in os.environ
-    assert isinstance(compiled.kernels.page_sums, JITFunction)
-    from vllm_evict.scores import triton as again
-
-    assert again is compiled
-    assert tl.sum is not None
+variant = next(v for v in variants() if v.kernel == "gather_row")
+before = compile_for(variant, 90)
+with interpreted() as module:
+    assert module is not compiled
+    row = torch.zeros(1, dtype=torch.int32)
+    module.gather_rows(row[None], row, row, row[None], row.clone(), 16)
+assert "TRITON_INTERPRET" not in os.environ
+assert sys.modules["vllm_evict.scores.triton"] is compiled
+os.environ["TRITON_CACHE_DIR"] += "/again"
+assert compile_for(variant, 90) == before
+"""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TRITON_CACHE_DIR": cache}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from vllm_evict.config import (
     MAX_TOKENS,
     OVERRIDES,
     POLICY_NAMES,
+    POSITIONS,
     EvictionConfig,
     EvictionConfigError,
     flag_name,
@@ -48,6 +49,7 @@ FIELDS = {
     ),
     "trace": (("trace.jsonl", None), (5, ["trace.jsonl"], True), ("path of a file",)),
     "overrides": (OVERRIDES, ("", "lowers", "all"), OVERRIDES),
+    "positions": (POSITIONS, ("", "relative", "Rebase"), POSITIONS),
     "seed": ((0, MAX_TOKENS), (-1, *TOO_LARGE, *NOT_WHOLE, None), (RANGE,)),
 }
 

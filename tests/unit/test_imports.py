@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "scores": {"pages"},
     "config": {"pages", "policies", "scores"},
     "requests": {"pages", "policies", "config"},
-    "engine": {"pages", "policies", "scores", "config", "requests"},
+    "positions": {"scores"},
+    "engine": {"pages", "policies", "scores", "config", "requests", "positions"},
     "reference": set(),
 }
 
@@ -212,10 +213,12 @@ changed = {f"{c}.{k}" for c, members in registered["classes"].items() for k, v i
 print(json.dumps(["vLLM first", {
     "unchanged": before == imported == compat,
     "changed": sorted(changed),
-    "rest unchanged": {k: registered[k] == before[k] for k in before if k != "classes"},
+    "rest unchanged": {k: registered[k] == before[k] for k in before if k not in ("classes", "backends")},
+    "backends": [b for b in registered["backends"] if b not in before["backends"]],
+    "backends unchanged": all(registered["backends"][b] == path for b, path in before["backends"].items()),
     "once": once,
     "thrice": hooked(),
-    "stable": again["classes"] == registered["classes"],
+    "stable": again == registered,
 }]))
 """
 )
@@ -266,6 +269,7 @@ def test_importing_changes_nothing_and_registering_three_times_is_registering_on
         "EngineArgs.from_cli_args",
     ]
     assert all(result["rest unchanged"].values()), result["rest unchanged"]
+    assert result["backends"] == ["XFORMERS"] and result["backends unchanged"]
     assert result["once"] == result["thrice"] == {"flags": ["--kv-eviction"], "wrappers": [1, 1, 1]}
     assert result["stable"]
 

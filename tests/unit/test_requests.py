@@ -101,3 +101,12 @@ def test_a_budget_under_the_floor_has_none():
 )
 def test_pages_at_once(xargs, settings, num_tokens, pages):
     assert ask(xargs, **settings).most_pages(num_tokens, max_in_flight_tokens=512) == pages
+
+
+@pytest.mark.parametrize(
+    "xargs", [{"kv_eviction": "none"}, {"kv_eviction_budget": "unlimited"}, {"kv_eviction_budget": 513}]
+)
+def test_where_positions_rebase_nobody_holds_more_than_the_server(xargs):
+    assert ask(xargs, overrides="any").name
+    assert "at most 512" in refusal(xargs, overrides="any", positions="rebase")
+    assert ask({"kv_eviction_budget": 256}, overrides="any", positions="rebase").budget.budget_pages == 8

@@ -10,6 +10,9 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "quality": ("vllm_evict.bench.quality.command", "how good answers stay: plain text, recall of what was seen once"),
     "pressure": ("vllm_evict.bench.pressure", "a pool for 60 % of the load: a floor against preemption"),
     "soak": ("vllm_evict.bench.soak", "memory of every server process under mixed load for a long time"),
+    "kernels": ("vllm_evict.bench.kernel_table", "registers and shared memory of the Triton kernels, without a GPU"),
+    "stream": ("vllm_evict.bench.stream", "one request of 4 million tokens: time per token and memory at both ends"),
+    "stream-quality": ("vllm_evict.bench.stream_quality", "perplexity of a stream past its model's length"),
     "overhead": ("vllm_evict.bench.overhead", "decode speed of h2o, streaming and no eviction, side by side"),
 }
 

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vllm_evict.launch import serve_environment
@@ -30,10 +30,13 @@ class ServerProcess:
         model: folder of the model.
         options: options of `vllm serve`.
         log: file that gets its output.
+        environment: variables to set for it.
 
     """
 
-    def __init__(self, model: str, options: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, model: str, options: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.port = _free_port()
         self.log = log
         command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--host", "127.0.0.1"]
@@ -45,7 +48,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | serve_environment(extra=options),
+                env=os.environ | serve_environment(extra=options) | dict(environment or {}),
                 start_new_session=True,
             )
 

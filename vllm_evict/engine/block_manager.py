@@ -22,6 +22,7 @@ from vllm_evict.engine.log import logger
 from vllm_evict.engine.messages import EvictionUpdate, PageScores
 from vllm_evict.engine.pressure import Offers
 from vllm_evict.engine.prior import PriorScores
+from vllm_evict.engine.rebase import PositionKeeper
 from vllm_evict.engine.stats import EvictionStats
 from vllm_evict.engine.trace import EvictionTrace
 from vllm_evict.pages import EvictionPlan, PageView, pages_for
@@ -44,6 +45,7 @@ class RequestPages:
         scores: the last report, or what a prefix hit is known by, or None.
         awaits_scores: scores were asked for and have not arrived.
         num_pages_asked: ``num_pages`` when scores were last asked for.
+        offset_pages: rotary position = position - this many pages.
 
     """
 
@@ -54,6 +56,7 @@ class RequestPages:
     scores: PageScores | None = None
     awaits_scores: bool = False
     num_pages_asked: int = 0
+    offset_pages: int = 0
 
 
 class EvictingBlockManager(FullAttentionManager):
@@ -75,18 +78,30 @@ class EvictingBlockManager(FullAttentionManager):
         self._over_floor: set[str] = set()
         self._new_holes: dict[str, tuple[int, ...]] = {}
         self._offers: Offers | None = None
+        self._positions: PositionKeeper | None = None
 
     def bind(
         self,
         config: EvictionConfig,
         requests: Mapping[str, Request],
         trace: EvictionTrace | None = None,
+        position_limit: int | None = None,
     ) -> None:
-        """Connect to the scheduler: its live requests, the policy to apply, where to trace."""
+        """Connect to the scheduler.
+
+        Args:
+            config: the policy to apply.
+            requests: its live requests.
+            trace: where to write evictions down.
+            position_limit: tokens after which rotary positions are rebased; None = never.
+
+        """
         self._requests = requests
         self._config = config
         self._default = server_eviction(config, self.block_size)
         self._trace = trace
+        if position_limit is not None:
+            self._positions = PositionKeeper(position_limit, self.block_size, self.block_pool)
 
     # ---- one step -------------------------------------------------------------
 
@@ -94,6 +109,8 @@ class EvictingBlockManager(FullAttentionManager):
         """Trim every request that is over its budget, scheduled or not."""
         super().new_step_starts()
         self._offers = None
+        if self._positions is not None:
+            self._positions.new_step_starts()
         for request_id in sorted(self._over_budget):
             if not self._pages[request_id].awaits_scores:
                 self._trim(self._requests[request_id])
@@ -164,7 +181,7 @@ class EvictingBlockManager(FullAttentionManager):
                 pages.awaits_scores = True
                 pages.num_pages_asked = pages.num_pages
                 wanted[request_id] = self._requests[request_id].num_preemptions
-        return EvictionUpdate(holes, wanted)
+        return EvictionUpdate(holes, wanted, self._positions.take() if self._positions is not None else {})
 
     def _may_be_relieved(self) -> set[str]:
         """Requests that may soon have to give up pages to others, and have grown a page since they were last scored."""
@@ -197,6 +214,11 @@ class EvictingBlockManager(FullAttentionManager):
         """Pages the request holds now."""
         pages = self._pages.get(request_id)
         return len(pages.resident) if pages is not None else 0
+
+    def offset_pages(self, request_id: str) -> int:
+        """By how many pages the request's rotary positions lag behind its tokens."""
+        pages = self._pages.get(request_id)
+        return pages.offset_pages if pages is not None else 0
 
     def summary(self, request_id: str) -> dict[str, str | int] | None:
         """What a client is told of its request: policy, tokens resident and evicted. None if it never ran."""
@@ -303,6 +325,8 @@ class EvictingBlockManager(FullAttentionManager):
     # ---- vLLM's hooks ---------------------------------------------------------
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        if self._is_rebase_due(request_id, num_tokens):
+            self._rebase(request_id)
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         if new_blocks:  # in most steps of a decoding request there are none
             self._grow(request_id)
@@ -322,7 +346,11 @@ class EvictingBlockManager(FullAttentionManager):
         """As vLLM's; of a prefix hit only the pages that will be kept count (and are pinned)."""
         if request_id in self.num_cached_block and not apply_admission_cap:
             # As vLLM's for a running request, which is asked in every step and has no prefix hit.
-            return max(pages_for(num_tokens, self.block_size) - len(self.req_to_blocks[request_id]), 0)
+            blocks = self.req_to_blocks[request_id]
+            num_new = max(pages_for(num_tokens, self.block_size) - len(blocks), 0)
+            if self._is_rebase_due(request_id, num_tokens):
+                num_new += self._positions.num_copies(blocks, self._pages[request_id].resident, num_holders=1)
+            return num_new
         if apply_admission_cap:
             spec = self.kv_cache_spec
             self.max_admission_blocks_per_request = self._eviction_of(request_id).most_pages(
@@ -348,6 +376,11 @@ class EvictingBlockManager(FullAttentionManager):
         num_new = max(num_required - num_kept, 0)
         if self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens):
             num_new += 1  # the private copy of the shared tail page
+        if self._positions is not None and not apply_admission_cap and self._positions.is_due(num_tokens, 0):
+            resident = [page for page, block in enumerate(kept) if not block.is_null]
+            if self._positions.must_wait(kept, resident):
+                return len(self.block_pool.blocks)  # never free, so it stays in the queue; next step they are there
+            num_new += self._positions.num_copies(kept, resident, num_holders=0)
         return num_new + self._get_num_evictable_blocks(kept)
 
     def add_local_computed_blocks(
@@ -374,6 +407,14 @@ class EvictingBlockManager(FullAttentionManager):
             view = self._view(pages, num_local_computed_tokens, num_local_computed_tokens)
             self._record_holes(self._requests[request_id], view, plan, reason="budget", num_freed=0)
 
+    def cache_blocks(self, request: Request, *args, **kwargs) -> None:
+        """As vLLM's."""
+        num_cached = self.num_cached_block.get(request.request_id, 0)
+        super().cache_blocks(request, *args, **kwargs)
+        if self._positions is not None:
+            now_cached = self.num_cached_block.get(request.request_id, 0)
+            self._positions.filled(self.req_to_blocks[request.request_id][num_cached:now_cached])
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request; holes have nothing to give back."""
         pages = self._pages.pop(request_id, None)
@@ -383,7 +424,30 @@ class EvictingBlockManager(FullAttentionManager):
         self._over_budget.discard(request_id)
         self._over_floor.discard(request_id)
         self._new_holes.pop(request_id, None)
+        if self._positions is not None:
+            self._positions.forget(request_id)
         return [block for block in super().pop_blocks_for_free(request_id) if not block.is_null]
+
+    # ---- positions ------------------------------------------------------------
+
+    def _is_rebase_due(self, request_id: str, num_tokens: int) -> bool:
+        if self._positions is None:
+            return False
+        pages = self._pages.get(request_id)
+        return pages is not None and self._positions.is_due(num_tokens, pages.offset_pages)
+
+    def _rebase(self, request_id: str) -> None:
+        assert self._positions is not None
+        pages, request = self._pages[request_id], self._requests[request_id]
+        rebase = self._positions.rebase(request_id, self.req_to_blocks[request_id], pages.resident)
+        assert rebase.offset_pages > pages.offset_pages, "a request's pages take all positions there are"
+        pages.offset_pages = rebase.offset_pages
+        if self._trace is not None:
+            # One that begins with a prefix hit is not yet told that it is computed.
+            num_tokens = request.num_computed_tokens or pages.num_pages * self.block_size
+            self._trace.write_rebase(
+                request_id, request.num_preemptions, num_tokens, rebase.offset_pages * self.block_size, rebase.pages
+            )
 
     # ---- prefix hits longer than the budget -----------------------------------
 

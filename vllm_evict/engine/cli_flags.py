@@ -22,6 +22,7 @@ from vllm_evict.config import (
     MAX_TOKENS,
     OVERRIDES,
     POLICY_NAMES,
+    POSITIONS,
     UNLIMITED,
     EvictionConfigError,
     flag_name,
@@ -42,6 +43,7 @@ _FLAG_FIELDS = (
     "trace",
     "seed",
     "overrides",
+    "positions",
 )
 
 
@@ -115,6 +117,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "overrides",
         choices=OVERRIDES,
         help="What a request may change for itself by vllm_xargs: nothing, a lower budget and pins (default), or any.",
+    )
+    add(
+        "positions",
+        choices=POSITIONS,
+        help="absolute (default): tokens keep the positions they were computed at. rebase: the pages held move down "
+        "whenever the model's limit is reached, so that streams have no end; --max-model-len may then exceed it.",
     )
     add("seed", type=_whole_number(0), metavar="N", help="random: seed of the choice (default: 0).")
     group.add_argument(

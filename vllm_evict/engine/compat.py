@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention import selector
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_evict.engine.metrics import EvictionMetrics
 
 _MARK = "_vllm_evict_hooked"
+_XFORMERS = "XFORMERS"
 
 
 def hook_engine_args() -> None:
@@ -77,6 +78,47 @@ def _wrap_engine_args() -> None:
     EngineArgs.add_cli_args = staticmethod(add_cli_args_with_flags)
     EngineArgs.from_cli_args = classmethod(from_cli_args_with_settings)
     EngineArgs.create_engine_config = create_engine_config_with_eviction
+
+
+def xformers_backend() -> AttentionBackendEnum:
+    """``--attention-backend XFORMERS``, which vLLM has dropped. Idempotent.
+
+    vLLM can add a member to its enumeration, but would pickle it by value, and a worker unpickles its config before
+    it loads the plugins that add the member: so it is pickled as a call of this function. Remove that when every
+    supported vLLM unpickles members that a plugin has added.
+    """
+    if _XFORMERS not in AttentionBackendEnum.__members__:
+        register_backend(_XFORMERS, "vllm_evict.engine.attention.xformers.XFormersBackend")
+        AttentionBackendEnum[_XFORMERS].__reduce_ex__ = lambda protocol: (xformers_backend, ())
+    return AttentionBackendEnum[_XFORMERS]
+
+
+def allow_longer_than_the_model(engine_args: EngineArgs) -> None:
+    """Let ``max_model_len`` of this engine exceed the length its model was made for, without an environment variable.
+
+    Through vLLM's own setting where it has one, which is what patches/long-max-model-len.patch proposes; else the
+    config is made with the model's own length and given the longer one afterwards. Remove that when every supported
+    vLLM has the setting.
+    """
+    if hasattr(engine_args, "allow_long_max_model_len"):
+        engine_args.allow_long_max_model_len = True
+        return
+    create_model_config = engine_args.create_model_config
+
+    @functools.wraps(create_model_config)
+    def create_with_any_length() -> ModelConfig:
+        wanted = engine_args.max_model_len
+        if wanted is None or wanted <= 0:  # the model's own, or as much as fits in memory
+            return create_model_config()
+        engine_args.max_model_len = None
+        try:
+            model_config = create_model_config()
+        finally:
+            engine_args.max_model_len = wanted
+        model_config.original_max_model_len = model_config.max_model_len = wanted
+        return model_config
+
+    engine_args.create_model_config = create_with_any_length
 
 
 @contextmanager

@@ -89,6 +89,15 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
     "models of transformers (--model-impl transformers)": (
         "tests/features/test_kinds.py::test_models_in_the_words_of_transformers",
     ),
+    "requests past the model's length (--kv-eviction-positions rebase)": (
+        "tests/engine/test_rebase.py::test_run",
+        "tests/engine/test_rebase.py::test_kinds",
+        "tests/engine/test_rebase.py::test_a_hit_is_copied_while_others_hold_it",
+        "tests/engine/test_rebase.py::test_branches_move_each_for_itself",
+        "tests/engine/test_rebase.py::test_preemption_starts_over",
+        "tests/engine/test_rebase.py::test_prompt_logprobs_past_the_limit",
+        "tests/serve/test_ranks.py::test_two_tensor_parallel_ranks_move_the_same_pages",
+    ),
     "fp32, bf16, fp16": ("tests/engine/test_half.py::test_error_is_that_of_the_number_format",),
     "tensor parallelism": (
         "tests/serve/test_ranks.py::test_two_tensor_parallel_ranks_decide_as_one",

@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 
 from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError, flag_name, parse_request
 from vllm_evict.engine.log import logger
+from vllm_evict.engine.sizing import check_positions
 from vllm_evict.engine.support import check_supported, check_vllm_version
 from vllm_evict.engine.trace import check_writable
 
@@ -48,6 +49,7 @@ def enable(vllm_config: VllmConfig) -> None:
     check_supported(vllm_config, config)
     config.page_budget(vllm_config.cache_config.block_size)
     config.page_floor(vllm_config.cache_config.block_size)
+    check_positions(config, vllm_config)
     if config.trace is not None:
         check_writable(config.trace)
     if config.sink == 0:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from vllm_evict.engine import compat
 from vllm_evict.engine.cli_flags import add_flags, merge_settings, one_line_errors, settings_from_args
 from vllm_evict.engine.configure import CPU_BLOCK_TOKENS, enable, requested_config
 
@@ -33,13 +34,17 @@ class EvictionEngineArgs:
         with one_line_errors():
             settings = settings_from_args(args)
             engine_args.additional_config = merge_settings(engine_args.additional_config, settings)
+        # Further API servers are processes that start from ``args``, before this plugin is loaded there.
+        args.additional_config = engine_args.additional_config
         setattr(engine_args, _FROM_CLI, True)
 
     def before_engine_config(self, engine_args: EngineArgs) -> None:
-        """A finer page on CPUs than vLLM's default, unless the user chose one."""
+        """A finer page on CPUs than vLLM's default, unless the user chose one; any length where positions rebase."""
         with _errors(engine_args):
-            enabled = requested_config(engine_args.additional_config).enabled
-        if enabled and engine_args.block_size is None and current_platform.is_cpu():
+            config = requested_config(engine_args.additional_config)
+        if config.rebases:
+            compat.allow_longer_than_the_model(engine_args)
+        if config.enabled and engine_args.block_size is None and current_platform.is_cpu():
             engine_args.block_size = CPU_BLOCK_TOKENS
 
     def after_engine_config(self, engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
@@ -53,13 +58,12 @@ class EvictionEngineArgs:
 
 def _hook_front_end(engine_args: EngineArgs) -> None:
     """Whoever has made the config is the front end of its engine, or shares the process with it."""
-    from vllm_evict.engine import compat
     from vllm_evict.engine.front_end import StreamReport, check_request
     from vllm_evict.engine.metrics import metrics_of, take_report
 
     compat.hook_requests(check_request)
     compat.hook_stats(metrics_of, take_report)
-    if getattr(engine_args, _FROM_CLI, False):
+    if getattr(engine_args, _FROM_CLI, False) or engine_args._api_process_count > 1:
         compat.hook_streams(StreamReport)
 
 

@@ -6,7 +6,7 @@ Both ride as one attribute on vLLM's own objects, which pickle their ``__dict__`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,38 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 _ATTRIBUTE = "kv_eviction"
+
+
+class PageCopy(NamedTuple):
+    """A page that others can reach is copied before it changes.
+
+    Args:
+        page: logical page of the request.
+        source: block that holds it, and goes on holding it for the others.
+        block: block that holds the request's own copy from now on.
+
+    """
+
+    page: int
+    source: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Rebase:
+    """One request's resident pages move down to consecutive rotary positions, before the step's forward pass.
+
+    Args:
+        offset_pages: rotary position = position - ``offset_pages`` pages, for tokens from this step on.
+        pages: the logical pages that move, ascending; the ``i``-th one starts at rotary position ``i`` pages.
+            Those that the step opens, and writes at their new positions, are not among them.
+        copies: pages to copy first.
+
+    """
+
+    offset_pages: int
+    pages: tuple[int, ...]
+    copies: tuple[PageCopy, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -26,11 +58,14 @@ class EvictionUpdate:
             request that (re)starts in this step, all of its holes.
         wanted: ``{request id: preemption epoch}``, requests whose scores the
             scheduler needs after this step.
+        rebases: ``{request id: its rebase}``, to be carried out in this order: a block may leave one request and
+            be another's copy in the same step.
 
     """
 
     holes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     wanted: dict[str, int] = field(default_factory=dict)
+    rebases: dict[str, Rebase] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ vLLM swallows an import error here, so this module stays trivial.
 
 
 def register() -> None:
-    """Teach vLLM the ``--kv-eviction`` flags. Without them nothing else changes."""
-    from vllm_evict.engine.compat import hook_engine_args
+    """Teach vLLM the ``--kv-eviction`` flags and ``--attention-backend XFORMERS``. Nothing else changes."""
+    from vllm_evict.engine.compat import hook_engine_args, xformers_backend
 
     hook_engine_args()
+    xformers_backend()

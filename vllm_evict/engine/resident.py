@@ -8,13 +8,31 @@ resident pages only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_evict.engine.messages import EvictionUpdate
+from vllm_evict.engine.messages import EvictionUpdate, Rebase
+
+
+@dataclass(frozen=True)
+class PageMoves:
+    """What a rebase asks of the KV caches: first the copies, then the moves.
+
+    Args:
+        sources: int32 ``[c]`` blocks to copy from.
+        copies: int32 ``[c]`` blocks to copy to.
+        block_ids: int32 ``[m]`` blocks whose keys move.
+        pages_down: int32 ``[m]`` by how many pages their rotary positions go down.
+
+    """
+
+    sources: np.ndarray
+    copies: np.ndarray
+    block_ids: np.ndarray
+    pages_down: np.ndarray
 
 
 @dataclass
@@ -29,6 +47,8 @@ class ResidentRequest:
         num_pages: logical pages so far, holes included.
         num_computed_tokens: tokens before this step (positions of its queries start here).
         num_scheduled_tokens: tokens of this step; 0 if it sits the step out.
+        rotary_pages: int32 ``[n]`` rotary position of each page's first token, in pages.
+        offset_pages: rotary position = position - this many pages, for tokens of this step.
 
     """
 
@@ -39,6 +59,8 @@ class ResidentRequest:
     num_pages: int
     num_computed_tokens: int
     num_scheduled_tokens: int = 0
+    rotary_pages: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    offset_pages: int = 0
 
     @property
     def num_holes(self) -> int:
@@ -53,7 +75,9 @@ class ResidentRequest:
     def append(self, block_ids: Sequence[int]) -> None:
         """New pages at the end."""
         num_new = len(block_ids)
-        self.pages = np.append(self.pages, np.arange(self.num_pages, self.num_pages + num_new, dtype=np.int32))
+        pages = np.arange(self.num_pages, self.num_pages + num_new, dtype=np.int32)
+        self.pages = np.append(self.pages, pages)
+        self.rotary_pages = np.append(self.rotary_pages, pages - np.int32(self.offset_pages))
         self.block_ids = np.append(self.block_ids, np.asarray(block_ids, dtype=np.int32))
         self.num_pages += num_new
 
@@ -63,6 +87,30 @@ class ResidentRequest:
         assert len(kept) - kept.sum() == len(holes), "a hole names a page that is not resident"
         self.pages = self.pages[kept]
         self.block_ids = self.block_ids[kept]
+        self.rotary_pages = self.rotary_pages[kept]
+
+    def rebase(self, rebase: Rebase) -> PageMoves:
+        """Move the pages' rotary positions down; returns what that means for the caches.
+
+        Pages that became holes since the decision, in the same step, are passed over.
+        """
+        copies = [copy for copy in rebase.copies if copy.page in self.pages]
+        block_ids = self.block_ids.copy()
+        block_ids[self.pages.searchsorted([copy.page for copy in copies])] = [copy.block for copy in copies]
+        self.block_ids = block_ids
+        moved = np.asarray(rebase.pages, dtype=np.int32)
+        at = moved.searchsorted(self.pages).astype(np.int32)
+        moves = moved.take(at, mode="clip") == self.pages
+        rotary_pages = np.where(moves, at, self.pages - np.int32(rebase.offset_pages))
+        pages_down = self.rotary_pages - rotary_pages
+        self.rotary_pages, self.offset_pages = rotary_pages, rebase.offset_pages
+        moves &= pages_down != 0
+        return PageMoves(
+            np.asarray([copy.source for copy in copies], dtype=np.int32),
+            np.asarray([copy.block for copy in copies], dtype=np.int32),
+            self.block_ids[moves],
+            pages_down[moves],
+        )
 
 
 class ResidentTable:
@@ -90,8 +138,13 @@ class ResidentTable:
         ended, self._ended = self._ended, []
         return ended
 
-    def apply(self, output: SchedulerOutput, update: EvictionUpdate) -> None:
-        """Follow the scheduler through one step, before the step's forward pass."""
+    def apply(self, output: SchedulerOutput, update: EvictionUpdate) -> list[PageMoves]:
+        """Follow the scheduler through one step, before the step's forward pass.
+
+        Returns:
+            What to do to the caches, in this order.
+
+        """
         for request_id in output.finished_req_ids | (output.preempted_req_ids or set()):
             self._end(request_id)
         scheduled = output.num_scheduled_tokens
@@ -114,10 +167,12 @@ class ResidentTable:
         for request_id, holes in update.holes.items():
             if request_id not in started:
                 self._requests[request_id].punch(holes)
+        moves = [self._requests[request_id].rebase(rebase) for request_id, rebase in update.rebases.items()]
         for request_id, request in self._requests.items():
             if request_id not in scheduled:  # the tokens of its last step lie behind it now
                 request.num_computed_tokens += request.num_scheduled_tokens
             request.num_scheduled_tokens = scheduled.get(request_id, 0)
+        return moves
 
     def _start(
         self,

@@ -15,8 +15,8 @@ import torch
 from vllm_evict.engine.host_copy import to_device
 from vllm_evict.engine.resident import ResidentRequest
 
-Gather = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``gather(table, slots, out)``: ``out[:len(slots)] = table[slots]``, int32 ``[any, max pages]``."""
+Gather = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""``vllm_evict.scores.triton.gather_rows``, or what does the same."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,19 @@ class BatchRows:
     max_pages: int
 
 
-def _gather(table: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    torch.index_select(table, 0, slots, out=out[: len(slots)])
+def gather_rows(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    out_table: torch.Tensor,
+    out_lens: torch.Tensor,
+    page_tokens: int,
+) -> None:
+    """The rows of ``slots`` (-1 = an empty one) into ``out_table`` and ``out_lens``; ``lens`` is by slot."""
+    num_rows, empty = len(slots), slots < 0
+    slots = slots.clamp(min=0)
+    torch.index_select(table, 0, slots, out=out_table[:num_rows]).masked_fill_(empty[:, None], 0)
+    torch.index_select(lens, 0, slots, out=out_lens[:num_rows]).masked_fill_(empty, 0)
 
 
 class RowBuffers:
@@ -51,19 +62,18 @@ class RowBuffers:
         max_pages: most pages a request can hold.
         page_tokens: tokens in a page.
         device: of the tensors.
-        gather: how slots become rows.
 
     """
 
-    def __init__(
-        self, max_rows: int, max_pages: int, page_tokens: int, device: torch.device, gather: Gather = _gather
-    ) -> None:
+    gather: Gather = staticmethod(gather_rows)
+
+    def __init__(self, max_rows: int, max_pages: int, page_tokens: int, device: torch.device) -> None:
         self.block_table = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)
         self.physical_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)
         self._page_tokens = page_tokens
         self._device = device
-        self._gather = gather
+        self._lens = np.zeros(max_rows, dtype=np.int32)
         self._free_slots = list(range(max_rows))
         self._slot_of: dict[int, int] = {}
         self._written: list[np.ndarray | None] = [None] * max_rows
@@ -78,13 +88,18 @@ class RowBuffers:
 
     def fill(self, requests: Sequence[ResidentRequest], num_rows: int) -> BatchRows:
         """The rows of ``requests``, padded to ``num_rows``."""
-        slots = self._write_slots(requests)
-        lens = np.zeros(num_rows, dtype=np.int32)
+        lens, slots = np.zeros(num_rows, dtype=np.int32), np.full(num_rows, -1, dtype=np.int32)
         lens[: len(requests)] = self._physical_lens(requests)
-        self._gather(self._slots, to_device(slots, self._device), self.block_table)
-        if num_rows > len(requests):
-            self.block_table[len(requests) : num_rows].zero_()
-        self.physical_lens[:num_rows].copy_(to_device(lens, self._device))
+        slots[: len(requests)] = self._write_slots(requests)
+        self._lens[slots[: len(requests)]] = lens[: len(requests)]
+        self.gather(
+            self._slots,
+            to_device(slots, self._device),
+            to_device(self._lens, self._device),
+            self.block_table,
+            self.physical_lens,
+            self._page_tokens,
+        )
         return BatchRows(
             self.block_table[:num_rows],
             self.physical_lens[:num_rows],
@@ -93,7 +108,7 @@ class RowBuffers:
         )
 
     def table_of(self, requests: Sequence[ResidentRequest]) -> tuple[torch.Tensor, np.ndarray]:
-        """Of any live requests: int32 ``[requests, their most pages]`` block ids, int32 ``[requests]`` tokens in them."""
+        """Of any live requests: int32 ``[requests, most pages]`` block ids, int32 ``[requests]`` tokens in them."""
         slots = to_device(self._write_slots(requests), self._device)
         width = max(len(request.pages) for request in requests)
         return self._slots[:, :width].index_select(0, slots), self._physical_lens(requests)

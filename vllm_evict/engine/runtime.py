@@ -23,6 +23,7 @@ from vllm_evict.engine.messages import (
     attach_report,
     update_of,
 )
+from vllm_evict.engine.positions import RotaryPositions
 from vllm_evict.engine.resident import ResidentRequest, ResidentTable
 from vllm_evict.engine.rows import BatchRows, RowBuffers
 from vllm_evict.scores.aggregate import PageMass
@@ -176,8 +177,10 @@ class EvictionRuntime:
         signals = config.make_policy().signals
         self.observes_attention = "attention" in signals
         self.reads_keys = "keys" in signals
+        self.rebases = config.rebases
         self.make_observed: MakeObserved
         self.key_readers: list[KeyReader] = []
+        self.positions: RotaryPositions | None = None
         self._stopwatch = Stopwatch()
         self.table = ResidentTable(group_id)
         self._ledger = MassLedger(self._make_mass)
@@ -197,7 +200,10 @@ class EvictionRuntime:
         """Apply holes and new pages before the forward pass."""
         self._update = update_of(output)
         assert self._update is not None, "the scheduler does not evict, but the worker does"
-        self.table.apply(output, self._update)
+        moves = self.table.apply(output, self._update)
+        if moves:
+            assert self.positions is not None, "the scheduler rebases positions, but the worker does not"
+            self.positions.carry_out(moves)
         ended = self.table.take_ended()
         self.buffers.end(ended)
         self._ended += ended
@@ -264,6 +270,11 @@ class EvictionRuntime:
     def in_step(self) -> bool:
         """Whether a scheduled step is being executed."""
         return self._update is not None
+
+    @property
+    def step_requests(self) -> Sequence[ResidentRequest]:
+        """This step's requests in the order of its rows. Valid after ``batch_rows``."""
+        return self._requests
 
     # ---- what the backend asks ---------------------------------------------------
 

@@ -19,7 +19,7 @@ from vllm_evict.engine.compat import limit_prefix_cache
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.log import logger
 from vllm_evict.engine.messages import attach_update, report_of
-from vllm_evict.engine.sizing import check_pool, startup_line
+from vllm_evict.engine.sizing import check_pool, model_limit, startup_line
 from vllm_evict.engine.trace import EvictionTrace
 
 
@@ -40,13 +40,14 @@ class EvictionSchedulerMixin:
         pool_bytes = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors)
         check_pool(self.page_evictor.kv_cache_spec, num_blocks, pool_bytes // num_blocks)
         trace = EvictionTrace(config.trace) if config.trace is not None else None
-        self.page_evictor.bind(config, self.requests, trace)
+        position_limit = model_limit(self.vllm_config.model_config) if config.rebases else None
+        self.page_evictor.bind(config, self.requests, trace, position_limit)
         if config.page_floor(self.page_evictor.block_size) is not None:
             self._allocate_slots = self.kv_cache_manager.allocate_slots
             self.kv_cache_manager.allocate_slots = self._allocate_or_relieve
         self.page_evictor.stats.keeps_shares = self.log_stats
         limit_prefix_cache(self.kv_cache_manager.coordinator, self.page_evictor.num_exact_tokens)
-        logger.info(startup_line(config, self.page_evictor, num_blocks))
+        logger.info(startup_line(config, self.page_evictor, num_blocks, position_limit))
 
     def _find_evictor(self) -> EvictingBlockManager:
         managers = self.kv_cache_manager.coordinator.single_type_managers

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_evict.config import EvictionConfig, EvictionConfigError, flag_name
+from vllm_evict.config import UNLIMITED, EvictionConfig, EvictionConfigError, flag_name
 from vllm_evict.engine.block_manager import EvictingBlockManager
 from vllm_evict.pages import pages_for, steady_pages
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
     from vllm_evict.engine.spec import EvictingAttentionSpec
 
 
@@ -37,7 +39,55 @@ def check_pool(spec: EvictingAttentionSpec, num_blocks: int, block_bytes: int) -
         )
 
 
-def startup_line(config: EvictionConfig, evictor: EvictingBlockManager, num_blocks: int) -> str:
+def model_limit(model_config: ModelConfig) -> int:
+    """Tokens that the model was made for, whatever ``max_model_len`` says."""
+    model_tokens = model_config.get_and_verify_max_len(None)
+    text_config = model_config.hf_text_config
+    if (getattr(text_config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+        # vLLM counts ``factor`` times as many, but its table of dynamic NTK ends here.
+        model_tokens = min(model_tokens, text_config.max_position_embeddings)
+    return model_tokens
+
+
+def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
+    """Refuse settings under which the pages that one request holds would not fit into the model's positions.
+
+    Raises:
+        EvictionConfigError: pages never go, or too few positions; with the numbers.
+
+    """
+    if not config.rebases:
+        return
+    if not config.evicts or config.budget == UNLIMITED:
+        what = f"{flag_name('budget')} {UNLIMITED}" if config.evicts else f"{flag_name('policy')} {config.policy}"
+        raise EvictionConfigError(
+            f"{flag_name('positions')} rebase does not work with {what}: a request that holds all its tokens has no "
+            f"lower positions to move to. Set {flag_name('budget')} to a number of tokens, with a policy that evicts."
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise EvictionConfigError(
+            f"{flag_name('positions')} rebase does not work with pipeline parallelism: it is not tested yet. Use "
+            f"--tensor-parallel-size, or {flag_name('positions')} absolute."
+        )
+    model_tokens = model_limit(vllm_config.model_config)
+    if vllm_config.model_config.max_model_len <= model_tokens:
+        return  # no request gets that far
+    page_tokens = vllm_config.cache_config.block_size
+    in_flight_tokens = vllm_config.max_in_flight_tokens
+    # A step begins at the budget, its newest page perhaps half full; then tokens follow without gap.
+    most_tokens = pages_for(config.budget, page_tokens) * page_tokens + in_flight_tokens
+    if most_tokens > model_tokens:
+        raise EvictionConfigError(
+            f"{flag_name('positions')} rebase needs positions for all tokens that a request holds at once: "
+            f"{flag_name('budget')} {config.budget} in pages of {page_tokens}, and {in_flight_tokens} in flight, are "
+            f"{most_tokens} tokens, and the model has {model_tokens} positions. Lower {flag_name('budget')} or "
+            "--max-num-batched-tokens."
+        )
+
+
+def startup_line(
+    config: EvictionConfig, evictor: EvictingBlockManager, num_blocks: int, position_limit: int | None = None
+) -> str:
     """Policy, lengths in tokens and pages, bounds, and concurrency without and with eviction."""
     spec = evictor.kv_cache_spec
     page_tokens = spec.block_size
@@ -61,6 +111,8 @@ def startup_line(config: EvictionConfig, evictor: EvictingBlockManager, num_bloc
         lengths.append(length("floor", config.floor, floor.budget_pages))
     lengths.append(length("sink", config.sink, least.sink_pages))
     lengths.append(length("recent", config.recent_tokens, (budget if budget.budget_pages else least).recent_pages))
+    if position_limit is not None:
+        lengths.append(f"positions rebased at {position_limit:,}")
     return (
         f"KV eviction {config.policy}: pages of {page_tokens} tokens; {'; '.join(lengths)}; "
         f"a request {'holds' if floor is None else 'can be brought down to'} at most {steady} pages decoding, "

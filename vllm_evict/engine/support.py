@@ -49,10 +49,28 @@ def _has_window_layers(config: VllmConfig) -> bool:
     return "sliding_attention" in layer_types or config.model_config.get_sliding_window() is not None
 
 
+def _has_switching_rotary(config: VllmConfig) -> bool:
+    text_config = _text_config(config)
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    return parameters.get("rope_type") == "longrope" or hasattr(text_config, "dual_chunk_attention_config")
+
+
+def _setting(config: VllmConfig, field: str) -> object:
+    return (config.additional_config or {}).get(CONFIG_KEY, {}).get(field)
+
+
+def _rebases(config: VllmConfig) -> bool:
+    return _setting(config, "positions") == "rebase"
+
+
 def _longer_than_the_model(config: VllmConfig) -> bool:
     # Without the variable vLLM itself refuses such a length.
     model = config.model_config
-    return envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN and model.max_model_len > model.get_and_verify_max_len(None)
+    return (
+        not _rebases(config)
+        and envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN
+        and model.max_model_len > model.get_and_verify_max_len(None)
+    )
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -134,7 +152,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "a --max-model-len longer than the model was made for (VLLM_ALLOW_LONG_MAX_MODEL_LEN)",
         _longer_than_the_model,
         "tokens keep their positions when pages go, so eviction does not stretch a model",
-        "lower --max-model-len",
+        "lower --max-model-len, or use --kv-eviction-positions rebase",
+    ),
+    Refusal(
+        "windows under --kv-eviction-positions rebase",
+        lambda c: _rebases(c) and _has_window_layers(c),
+        "the keys in their windows would have to move too, which is not done yet",
+        "use --kv-eviction-positions absolute",
+    ),
+    Refusal(
+        "LongRoPE or dual chunk attention under --kv-eviction-positions rebase",
+        lambda c: _rebases(c) and _has_switching_rotary(c),
+        "frequencies switch with the length, so a key cannot be moved",
+        "use --kv-eviction-positions absolute",
     ),
     Refusal(
         "sliding-window layers without the hybrid KV cache manager",
@@ -144,7 +174,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--kv-eviction-overrides any beside windows",
-        lambda c: (c.additional_config or {}).get(CONFIG_KEY, {}).get("overrides") == "any" and _has_window_layers(c),
+        lambda c: _setting(c, "overrides") == "any" and _has_window_layers(c),
         "whether a request without eviction fits beside its windows is not known before it hangs",
         "use --kv-eviction-overrides lower",
     ),
@@ -204,8 +234,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
-EVICTING_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-"""vLLM's names of the attention backends that read resident pages."""
+EVICTING_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "XFORMERS")
+"""Names of the attention backends that read resident pages."""
 
 
 def _reads_resident_pages(layer) -> bool:

@@ -1,9 +1,10 @@
-"""The eviction trace: one JSON line per eviction (``--kv-eviction-trace FILE``)."""
+"""The eviction trace: one JSON line per eviction, and per rebase (``--kv-eviction-trace FILE``)."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -52,6 +53,22 @@ class EvictionTrace:
             "reason": reason,
             "resident": view.pages.tolist(),
             "scores": {signal: _json_floats(values) for signal, values in view.signals.items()},
+        }
+        self._file.write(json.dumps(line) + "\n")
+
+    def write_rebase(
+        self, request_id: str, epoch: int, num_computed_tokens: int, offset: int, resident: Sequence[int]
+    ) -> None:
+        """Record that the i-th of the ``resident`` pages starts at rotary position i pages from now on.
+
+        Tokens at positions ``num_computed_tokens`` and up have the rotary position that is ``offset`` lower.
+        """
+        line = {
+            "request": request_id,
+            "epoch": epoch,
+            "num_computed_tokens": num_computed_tokens,
+            "offset": offset,
+            "resident": list(resident),
         }
         self._file.write(json.dumps(line) + "\n")
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_pp_group, get_tp_group
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_evict.config import EvictionConfigError, flag_name
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
-from vllm_evict.engine.compat import attention_backends
+from vllm_evict.engine.compat import attention_backends, xformers_backend
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.host_copy import Arriving, HostCopy
+from vllm_evict.engine.positions import RotaryPositions, check_keys_turn, rotations_of
 from vllm_evict.engine.rows import RowBuffers
+from vllm_evict.engine.runners import adapter_of
 from vllm_evict.engine.runtime import EvictionRuntime
-from vllm_evict.engine.sizing import check_pool
+from vllm_evict.engine.sizing import check_pool, model_limit
 from vllm_evict.engine.spec import EvictingAttentionSpec
 from vllm_evict.engine.stages import StageRelay, group_for_relay
 from vllm_evict.engine.support import check_layers
@@ -33,8 +34,9 @@ BACKENDS = {
     AttentionBackendEnum.FLASH_ATTN: "vllm_evict.engine.attention.flash_attn.EvictionFlashAttentionBackend",
     AttentionBackendEnum.FLASHINFER: "vllm_evict.engine.attention.flashinfer.EvictionFlashInferBackend",
     AttentionBackendEnum.TRITON_ATTN: "vllm_evict.engine.attention.triton_attn.EvictionTritonAttentionBackend",
+    xformers_backend(): "vllm_evict.engine.attention.xformers.EvictionXFormersBackend",
 }
-"""vLLM's attention backends that can evict, and what takes their place."""
+"""Attention backends that can evict, and what takes their place."""
 
 
 class EvictionWorkerMixin:
@@ -85,10 +87,7 @@ class EvictionWorkerMixin:
             num_layers=num_layers,
             buffers=RowBuffers(
                 max_rows=scheduler_config.max_num_seqs,
-                # Without a budget, or while there is room, a request may grow to its full length.
-                max_pages=min(
-                    pages_for(self.vllm_config.model_config.max_model_len, page_tokens), kv_cache_config.num_blocks
-                ),
+                max_pages=self._table_width(page_tokens, kv_cache_config.num_blocks),
                 page_tokens=page_tokens,
                 device=self.device,
             ),
@@ -96,11 +95,42 @@ class EvictionWorkerMixin:
             reports=get_pp_group().is_last_rank,
             asynchronous=bool(scheduler_config.async_scheduling),
         )
+        runner = adapter_of(self.model_runner)
         for attention_group in self.model_runner.attn_groups[group_id]:
             for builder in attention_group.metadata_builders:
                 assert isinstance(builder, ResidentPagesBuilderMixin)
-                builder.bind(self.eviction, self._request_ids)
+                _check_kernel_page(builder.kv_cache_spec.block_size, page_tokens, attention_group.backend.get_name())
+                builder.bind(self.eviction, runner.request_ids)
         assert self.eviction.key_readers or not (group.layer_names and self.eviction.reads_keys)
+        if self.eviction.rebases:
+            builders = [b for g in self.model_runner.attn_groups[group_id] for b in g.metadata_builders]
+            self.eviction.positions = self._rotary_positions(group.layer_names, builders, page_tokens)
+            runner.lower_positions(self._lower_positions)
+
+    def _rotary_positions(
+        self, layer_names: list[str], builders: list[ResidentPagesBuilderMixin], page_tokens: int
+    ) -> RotaryPositions:
+        """What moves keys; proven on the loaded model first."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        # Who shares the cache of another layer writes no keys.
+        layers = {name: context[name] for name in layer_names if not context[name].kv_sharing_target_layer_name}
+        model_tokens = model_limit(self.vllm_config.model_config)
+        rotations = rotations_of(self.model_runner.get_model(), layers, model_tokens)
+        check_keys_turn(adapter_of(self.model_runner).run_at, layers, rotations, model_tokens)
+        caches = {name: pages for builder in builders for name, pages in builder.key_pages().items()}
+        cached = [(caches[name], rotation) for name, rotation in rotations.items()]
+        return RotaryPositions(page_tokens, cached, self.device)
+
+    def _lower_positions(self, positions: torch.Tensor) -> None:
+        if self.eviction.in_step:
+            assert self.eviction.positions is not None
+            self.eviction.positions.lower(positions, self.eviction.step_requests)
+
+    def _table_width(self, page_tokens: int, num_blocks: int) -> int:
+        # Without a budget, or while there is room, a request may grow to its full length.
+        full_pages = pages_for(self.vllm_config.model_config.max_model_len, page_tokens)
+        # Kernels may read whole 128 tokens' worth of a row at once.
+        return get_block_table_width(min(full_pages, num_blocks), page_tokens)
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         self.eviction.begin_step(scheduler_output)
@@ -124,11 +154,14 @@ class EvictionWorkerMixin:
         arriving = HostCopy(measured)
         return arriving if self.stage_relay is None else self.stage_relay.add(arriving)
 
-    def _request_ids(self, batch: CommonAttentionMetadata) -> Sequence[str]:
-        runner = self.model_runner
-        if batch.req_idx is None:  # the V1 model runner
-            return runner.input_batch.req_ids[: batch.num_reqs]
-        return [runner.req_states.index_to_req_id[index] for index in batch.req_idx.tolist()]
+
+def _check_kernel_page(kernel_page_tokens: int, page_tokens: int, backend: str) -> None:
+    """Refuse a page that vLLM splits for the kernel, whose block ids are then not those of the scheduler."""
+    if kernel_page_tokens != page_tokens:
+        raise EvictionConfigError(
+            f"KV eviction takes whole pages, and {backend} reads pages of {kernel_page_tokens} tokens where "
+            f"--block-size is {page_tokens}. Use --block-size {kernel_page_tokens}, or drop {flag_name('policy')}."
+        )
 
 
 def _spec_of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:

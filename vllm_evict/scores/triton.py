@@ -11,8 +11,11 @@ Example: two requests decode, the second sees 40 of its tokens (pages of 16).
     mass[1]  # pages 0..2 share num_heads: 16 + 16 + 8 tokens; pages 3..5 stay 0
 
 Nothing here waits for the device or reads a tensor on the host, so every call can be captured in a CUDA graph (give
-`scratch` then, or let the graph's pool own what a call allocates). What indices name is not checked: a row, token or
-block that is not there is the caller's fault. `enabled` switches a captured call off: 0 leaves the result alone.
+`scratch` then, or let the graph's pool own what a call allocates; `warm_up` first). `enabled` switches a captured call
+off: 0 leaves the result alone. Work follows the visible tokens, but scratch and launches follow the width of
+`block_table`: keep it no wider than a row may get.
+
+What indices name is not checked: a row, token or block that is not there is the caller's fault.
 """
 
 import functools
@@ -21,23 +24,37 @@ import math
 import torch
 
 from vllm_evict.scores import triton_kernels as kernels
+from vllm_evict.scores.triton_arguments import (
+    validate_gate_and_scratch,
+    validate_int32,
+    validate_key_cache,
+    validate_options,
+    validate_queries,
+    validate_table,
+)
 
-__all__ = ["add_key_difference", "add_page_mass", "gather_rows", "key_difference_scratch", "page_mass_scratch"]
+__all__ = [
+    "add_key_difference",
+    "add_page_mass",
+    "gather_rows",
+    "key_difference_scratch",
+    "page_mass_scratch",
+    "warm_up",
+]
 
-QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: What a call allocates at most when no scratch is given; a longer list of queries or rows is done in several passes.
 MAX_SCRATCH_BYTES = 256 << 20
-#: Tokens of a tile, unless a page is larger: 64 keys of 128 bf16 are 16 KiB, of which two or three are in flight.
+#: Tokens of a tile, unless a page is larger: 64 keys of 128 bf16 are 16 KiB, and a multiprocessor has several programs.
 TILE_TOKENS = 64
+#: The same for key difference, where a tile is in registers, as float32.
+KEY_TILE_TOKENS = 32
 #: Lines (query heads) of a tile: at least what a tensor core takes, at most what registers hold beside the keys.
 MIN_TILE_HEADS, MAX_TILE_HEADS = 16, 64
 #: About how many programs fill a GPU (132 multiprocessors, several each, of unequal length), and the most tiles that
 #: one of them takes, so that a single long row is shared.
 FULL_GRID, MAX_TILES_PER_PROGRAM = 2048, 32
-#: Pages per program of the small kernels that add up.
-BLOCK = 128
-_MAX_PAGE_TOKENS = 256
+#: Pages that the small kernels which add up take at once, and with them query heads or programs.
+BLOCK, NORMALISER_BLOCK, BLOCK_ROWS = 128, 1024, 16
 _LOG2_E = math.log2(math.e)
 
 
@@ -96,8 +113,8 @@ def add_page_mass(
     the visible ones and pages of others do not influence the result, NaN or not. fp32 throughout; the same bits
     every time.
     """
-    _validate_queries(query, key_cache, block_table, token, row, visible_tokens, page_mass)
-    _validate_options(query, key_cache, log_sum_exp, k_scale, enabled, scratch)
+    validate_queries(query, key_cache, block_table, token, row, visible_tokens, page_mass)
+    validate_options(query, key_cache, log_sum_exp, k_scale, enabled, scratch)
     num_observed, num_heads, head_size = len(token), query.shape[1], query.shape[2]
     page_tokens, num_kv_heads, max_pages = key_cache.shape[1], key_cache.shape[2], block_table.shape[1]
     has_lse = log_sum_exp is not None
@@ -106,8 +123,14 @@ def add_page_mass(
         return
     if queries_per_row is None:
         queries_per_row = 1 if num_observed <= block_table.shape[0] else num_observed
-    tile_queries = _tile_queries(num_heads // num_kv_heads, queries_per_row)
-    scratch, queries_per_pass = _scratch_of(scratch, per_query, num_observed, tile_queries, query.device)
+    constants = page_sums_constants(
+        page_tokens=page_tokens,
+        heads_per_kv_head=num_heads // num_kv_heads,
+        head_size=head_size,
+        queries_per_row=queries_per_row,
+        has_softcap=softcap != 0,
+    )
+    scratch, queries_per_pass = _scratch_of(scratch, per_query, num_observed, constants["TILE_QUERIES"], query.device)
     for first in range(0, num_observed, queries_per_pass):
         chosen = slice(first, first + queries_per_pass)
         _page_mass_pass(
@@ -125,8 +148,44 @@ def add_page_mass(
             k_scale=k_scale,
             enabled=enabled,
             scratch=scratch,
-            tile_queries=tile_queries,
-            head_size=head_size,
+            constants=constants,
+        )
+
+
+def warm_up(
+    *,
+    query_dtype: torch.dtype,
+    num_heads: int,
+    key_cache: torch.Tensor,
+    softcap: float = 0.0,
+    has_log_sum_exp: bool = False,
+    k_scale: torch.Tensor | float | None = None,
+    enabled: torch.Tensor | None = None,
+) -> None:
+    """Compile what `add_page_mass` will need (seconds, once per machine), so that the first request does not wait.
+
+    query_dtype, num_heads: of the queries to come
+    key_cache, softcap, k_scale, enabled: as in `add_page_mass`; only whether they are given, their types and strides
+                                          matter
+    """
+    device = key_cache.device
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    for queries_per_row in (1, MAX_TILE_HEADS):
+        add_page_mass(
+            query=torch.zeros(1, num_heads, key_cache.shape[3], dtype=query_dtype, device=device),
+            key_cache=key_cache,
+            block_table=zeros.view(1, 1),
+            token=zeros,
+            row=zeros,
+            visible_tokens=zeros,
+            page_mass=torch.zeros(1, 1, device=device),
+            scale=1.0,
+            weight=1.0,
+            softcap=softcap,
+            log_sum_exp=torch.zeros(1, num_heads, device=device) if has_log_sum_exp else None,
+            k_scale=k_scale,
+            enabled=enabled,
+            queries_per_row=queries_per_row,
         )
 
 
@@ -146,12 +205,10 @@ def _page_mass_pass(
     k_scale: torch.Tensor | float | None,
     enabled: torch.Tensor | None,
     scratch: torch.Tensor,
-    tile_queries: int,
-    head_size: int,
+    constants: dict[str, int | bool],
 ) -> None:
     num_observed, num_heads, max_pages = len(token), query.shape[1], block_table.shape[1]
     page_tokens, num_kv_heads = key_cache.shape[1:3]
-    heads_per_kv_head = num_heads // num_kv_heads
     tile_pages, num_tiles = _tiles(max_pages, page_tokens)
     has_lse = log_sum_exp is not None
     sum_heads = num_kv_heads if has_lse else num_heads
@@ -186,17 +243,11 @@ def _page_mass_pass(
         block_table.stride(0),
         *(log_sum_exp.stride() if has_lse else (0, 0)),
         0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(0),
-        **layout,
-        TILE_QUERIES=tile_queries,
-        HEADS_PER_KV_HEAD=heads_per_kv_head,
-        HEADS_PADDED=_power_of_two(heads_per_kv_head),
-        HEAD_SIZE=head_size,
-        HEAD_SIZE_PADDED=max(16, _power_of_two(head_size)),
-        HAS_SOFTCAP=softcap != 0,
+        **constants,
     )
     if not has_lse:
         kernels.normalisers[(num_observed, num_heads)](
-            sums, peaks, visible_tokens, enabled, normaliser, max_pages, num_tiles, **layout, BLOCK=BLOCK
+            sums, peaks, visible_tokens, enabled, normaliser, max_pages, num_tiles, **layout, BLOCK=NORMALISER_BLOCK
         )
     kernels.add_to_page_mass[(num_observed, -(-max_pages // BLOCK))](
         sums,
@@ -212,6 +263,7 @@ def _page_mass_pass(
         page_mass.stride(0),
         **layout,
         BLOCK=BLOCK,
+        BLOCK_HEADS=BLOCK_ROWS,
     )
 
 
@@ -219,7 +271,7 @@ def key_difference_scratch(
     *, num_rows: int, num_kv_heads: int, max_pages: int, page_tokens: int, head_size: int
 ) -> int:
     """Elements (float32) of scratch with which `add_key_difference` does `num_rows` rows in one pass."""
-    num_tiles = _tiles(max_pages, page_tokens)[1]
+    num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)[1]
     return num_rows * num_kv_heads * head_size * (max_pages + -(-num_tiles // MAX_TILES_PER_PROGRAM) + 1)
 
 
@@ -248,10 +300,10 @@ def add_key_difference(
     Reads K once and writes one float32 vector per page and KV head (of 16 bfloat16 tokens, an eighth of K).
     Garbage and fp32 as in `add_page_mass`.
     """
-    _validate_key_cache(key_cache)
-    _validate_table(block_table, key_difference, len(block_table), "key_difference")
-    _validate_int32("num_tokens", num_tokens, len(block_table))
-    _validate_gate_and_scratch(enabled, scratch)
+    validate_key_cache(key_cache)
+    validate_table(block_table, key_difference, len(block_table), "key_difference")
+    validate_int32("num_tokens", num_tokens, len(block_table))
+    validate_gate_and_scratch(enabled, scratch)
     page_tokens, num_kv_heads, head_size = key_cache.shape[1:]
     num_rows, max_pages = block_table.shape
     per_row = key_difference_scratch(
@@ -259,12 +311,12 @@ def add_key_difference(
     )
     if num_rows == 0 or max_pages == 0:
         return
-    tile_pages, num_tiles = _tiles(max_pages, page_tokens)
+    tile_pages, num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)
     # Fixed, because it decides which sums are added up first.
     tiles_per_program = MAX_TILES_PER_PROGRAM
     programs = -(-num_tiles // tiles_per_program)
     scratch, rows_per_pass = _scratch_of(scratch, per_row, num_rows, 1, key_cache.device)
-    head = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(16, _power_of_two(head_size))}
+    head = _head_constants(head_size)
     for first in range(0, num_rows, rows_per_pass):
         table, tokens = block_table[first : first + rows_per_pass], num_tokens[first : first + rows_per_pass]
         result = key_difference[first : first + rows_per_pass]
@@ -286,8 +338,10 @@ def add_key_difference(
             TILE_PAGES=tile_pages,
             **head,
         )
-        kernels.key_anchors[(len(tokens), num_kv_heads)](program_directions, enabled, anchors, programs, **head)
-        kernels.add_to_key_difference[(len(tokens), -(-max_pages // 16))](
+        kernels.key_anchors[(len(tokens), num_kv_heads)](
+            program_directions, enabled, anchors, programs, **head, BLOCK=BLOCK_ROWS
+        )
+        kernels.add_to_key_difference[(len(tokens), -(-max_pages // BLOCK_ROWS))](
             page_directions,
             anchors,
             tokens,
@@ -299,7 +353,7 @@ def add_key_difference(
             result.stride(0),
             PAGE_TOKENS=page_tokens,
             **head,
-            BLOCK=16,
+            BLOCK=BLOCK_ROWS,
         )
 
 
@@ -324,8 +378,8 @@ def gather_rows(
     Example, pages of 16 tokens: table [[7, 9, 5], [4, 0, 0]], lens [33, 3], slots [1, -1, 0] make
         out_table [[4, 0, 0], [0, 0, 0], [7, 9, 5]]     out_lens [3, 0, 33]
     """
-    _validate_int32("slots", slots, len(slots))
-    _validate_int32("lens", lens, len(table))
+    validate_int32("slots", slots, len(slots))
+    validate_int32("lens", lens, len(table))
     for name, pages in (("table", table), ("out_table", out_table)):
         if pages.dim() != 2 or pages.dtype != torch.int32 or pages.stride(1) != 1:
             raise ValueError(f"gather_rows: {name} must be int32 [rows, pages] with contiguous rows")
@@ -359,15 +413,36 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _tiles(max_pages: int, page_tokens: int) -> tuple[int, int]:
+def _tiles(max_pages: int, page_tokens: int, tile_tokens: int = TILE_TOKENS) -> tuple[int, int]:
     """(pages of a tile, tiles of a full row)."""
-    tile_pages = max(1, TILE_TOKENS // page_tokens)
+    tile_pages = max(1, tile_tokens // page_tokens)
     return tile_pages, -(-max_pages // tile_pages)
 
 
+def page_sums_constants(
+    *, page_tokens: int, heads_per_kv_head: int, head_size: int, queries_per_row: int, has_softcap: bool
+) -> dict[str, int | bool]:
+    """What `kernels.page_sums` is compiled for."""
+    return {
+        "PAGE_TOKENS": page_tokens,
+        "TILE_PAGES": _tiles(1, page_tokens)[0],
+        "TILE_QUERIES": _tile_queries(heads_per_kv_head, queries_per_row),
+        "HEADS_PER_KV_HEAD": heads_per_kv_head,
+        "HEADS_PADDED": _power_of_two(heads_per_kv_head),
+        **_head_constants(head_size),
+        "HAS_SOFTCAP": has_softcap,
+    }
+
+
+def _head_constants(head_size: int) -> dict[str, int]:
+    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(16, _power_of_two(head_size))}
+
+
 def _tile_queries(heads_per_kv_head: int, queries_per_row: int) -> int:
+    """The small tile if it holds them, else the large one: each is a kernel of its own."""
     heads = _power_of_two(heads_per_kv_head)
-    return max(MIN_TILE_HEADS // heads, min(_power_of_two(queries_per_row), MAX_TILE_HEADS // heads), 1)
+    tile_heads = MIN_TILE_HEADS if queries_per_row * heads <= MIN_TILE_HEADS else MAX_TILE_HEADS
+    return max(1, tile_heads // heads)
 
 
 def _tiles_per_program(programs: int, num_tiles: int) -> int:
@@ -400,106 +475,3 @@ def _scratch_of(
 
 def _split(scratch: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
     return scratch[:elements], scratch[elements:]
-
-
-# ---- validation ----------------------------------------------------------------
-
-
-def _validate_queries(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    token: torch.Tensor,
-    row: torch.Tensor,
-    visible_tokens: torch.Tensor,
-    page_mass: torch.Tensor,
-) -> None:
-    _validate_key_cache(key_cache)
-    if query.dtype not in QUERY_DTYPES or key_cache.dtype not in (query.dtype, *FP8_DTYPES):
-        raise ValueError(
-            f"page mass: query is {query.dtype}, key_cache {key_cache.dtype}; a query is one of {[*QUERY_DTYPES]}, "
-            f"keys are the same or one of {[*FP8_DTYPES]}"
-        )
-    num_kv_heads, head_size = key_cache.shape[2:]
-    if query.dim() != 3 or query.shape[2] != head_size or query.stride(2) != 1:
-        raise ValueError(
-            f"page mass: query has shape {tuple(query.shape)} and strides {query.stride()}, expected "
-            f"[num_tokens, num_heads, {head_size}] with contiguous heads"
-        )
-    if query.shape[1] % num_kv_heads:
-        raise ValueError(f"page mass: {query.shape[1]} query heads are no multiple of {num_kv_heads} KV heads")
-    num_observed = len(token)
-    _validate_int32("token", token, num_observed)
-    _validate_int32("row", row, num_observed)
-    _validate_int32("visible_tokens", visible_tokens, num_observed)
-    _validate_table(block_table, page_mass, num_observed, "page_mass")
-
-
-def _validate_options(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    log_sum_exp: torch.Tensor | None,
-    k_scale: torch.Tensor | float | None,
-    enabled: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-) -> None:
-    if log_sum_exp is not None and (log_sum_exp.dtype != torch.float32 or log_sum_exp.shape != query.shape[:2]):
-        raise ValueError(
-            f"page mass: log_sum_exp must be float32 {tuple(query.shape[:2])}, got {log_sum_exp.dtype} "
-            f"{tuple(log_sum_exp.shape)}"
-        )
-    num_kv_heads = key_cache.shape[2]
-    if isinstance(k_scale, torch.Tensor) and (
-        k_scale.dtype != torch.float32 or k_scale.dim() > 1 or k_scale.numel() not in (1, num_kv_heads)
-    ):
-        raise ValueError(
-            f"page mass: k_scale must be a number or float32 [1] or [{num_kv_heads}], got {k_scale.dtype} "
-            f"{tuple(k_scale.shape)}"
-        )
-    _validate_gate_and_scratch(enabled, scratch)
-
-
-def _validate_key_cache(key_cache: torch.Tensor) -> None:
-    if key_cache.dim() != 4 or key_cache.stride(3) != 1:
-        raise ValueError(
-            f"key_cache has shape {tuple(key_cache.shape)} and strides {key_cache.stride()}, expected [num_blocks, "
-            "page_tokens, num_kv_heads, head_size] with contiguous heads"
-        )
-    page_tokens = key_cache.shape[1]
-    if page_tokens != _power_of_two(page_tokens) or page_tokens > _MAX_PAGE_TOKENS:
-        raise ValueError(f"a page of {page_tokens} tokens: set --block-size to a power of two up to {_MAX_PAGE_TOKENS}")
-    if key_cache.dtype not in QUERY_DTYPES + FP8_DTYPES:
-        raise ValueError(
-            f"key_cache is {key_cache.dtype}, supported: {[*QUERY_DTYPES, *FP8_DTYPES]} (view bytes as them)"
-        )
-    if key_cache.dtype == torch.float8_e4m3fn and key_cache.is_cuda:
-        capability = torch.cuda.get_device_capability(key_cache.device)
-        if capability < (8, 9):
-            raise ValueError(
-                f"key_cache is float8_e4m3fn, which needs compute capability 8.9, not {capability}: use e5m2"
-            )
-
-
-def _validate_table(block_table: torch.Tensor, result: torch.Tensor, num_results: int, name: str) -> None:
-    if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.stride(1) != 1:
-        raise ValueError("block_table must be int32 [num_rows, max_pages] with contiguous rows")
-    max_pages = block_table.shape[1]
-    if result.dtype != torch.float32 or result.dim() != 2 or result.stride(1) != 1:
-        raise ValueError(f"{name} must be float32 with two dimensions and contiguous rows, got {result.dtype}")
-    if len(result) != num_results or result.shape[1] < max_pages:
-        raise ValueError(f"{name} has shape {tuple(result.shape)}, expected [{num_results}, >= {max_pages}]")
-
-
-def _validate_int32(name: str, values: torch.Tensor, length: int) -> None:
-    if values.dtype != torch.int32 or values.shape != (length,) or not values.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous int32 [{length}], got {values.dtype} {tuple(values.shape)}, strides "
-            f"{values.stride()}"
-        )
-
-
-def _validate_gate_and_scratch(enabled: torch.Tensor | None, scratch: torch.Tensor | None) -> None:
-    if enabled is not None and (enabled.dtype != torch.int32 or enabled.numel() != 1):
-        raise ValueError(f"enabled must be int32 [1], got {enabled.dtype} {tuple(enabled.shape)}")
-    if scratch is not None and (scratch.dtype != torch.float32 or scratch.dim() != 1 or not scratch.is_contiguous()):
-        raise ValueError(f"scratch must be contiguous float32 with one dimension, got {scratch.dtype}")

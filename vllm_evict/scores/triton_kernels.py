@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 #: Counts that change from call to call; specialising on them would compile the kernel again.
-_COUNTS = ["num_observed", "num_rows", "max_pages", "num_tiles", "tiles_per_program", "table_stride", "mass_stride"]
+_COUNTS = ["num_observed", "max_pages", "num_tiles", "tiles_per_program", "num_programs"]
+_COUNTS += ["table_stride", "mass_stride", "lse_token_stride", "lse_head_stride"]
 #: Read or written element by element; slices of them start anywhere.
 _UNALIGNED = ["block_table", "token", "row", "visible_tokens", "page_mass", "log_sum_exp"]
 
@@ -68,17 +69,17 @@ def page_sums(
     HEAD_SIZE_PADDED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One program: some tiles of one KV head, for up to TILE_QUERIES queries of one row. Grid [observed, KV head, tiles].
+    """Some tiles of one KV head, for up to TILE_QUERIES queries of one row. Grid [observed, KV head, tiles].
 
     Queries of a row that stand side by side, within the same TILE_QUERIES of the list, share a program: the first's.
     """
     TILE_TOKENS: tl.constexpr = PAGE_TOKENS * TILE_PAGES
     TILE_HEADS: tl.constexpr = TILE_QUERIES * HEADS_PADDED
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     first = tl.program_id(0)
     kv_head = tl.program_id(1)
+    key_head = key_cache + kv_head.to(tl.int64) * key_head_stride
     my_row = tl.load(row + first)
     row_before = tl.load(row + first - 1, mask=first % TILE_QUERIES != 0, other=-1)
     if (row_before == my_row) | (my_row < 0):
@@ -118,15 +119,14 @@ def page_sums(
     slot = tl.arange(0, TILE_TOKENS)
     page_in_tile = tl.arange(0, TILE_PAGES)
     num_pages = tl.cdiv(most_visible, PAGE_TOKENS)
+    table_row = block_table + my_row.to(tl.int64) * table_stride
     for tile in range(first_tile, end_tile):
         position = tile * TILE_TOKENS + slot
         is_seen = position < most_visible
-        block = tl.load(
-            block_table + my_row.to(tl.int64) * table_stride + position // PAGE_TOKENS, mask=is_seen, other=0
-        )
+        block = tl.load(table_row + position // PAGE_TOKENS, mask=is_seen, other=0)
         key_row = block.to(tl.int64) * key_block_stride + position % PAGE_TOKENS * key_slot_stride
         k = tl.load(
-            key_cache + (key_row + kv_head * key_head_stride)[None, :] + dim[:, None],
+            key_head + key_row[None, :] + dim[:, None],
             mask=is_seen[None, :] & (dim < HEAD_SIZE)[:, None],
             other=0.0,
         )
@@ -174,9 +174,8 @@ def normalisers(
     BLOCK: tl.constexpr,
 ):
     """log2 of the sum of exp2(logit) of one query head. Grid [observed, head]."""
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     observed = tl.program_id(0)
     visible = tl.minimum(tl.load(visible_tokens + observed), max_pages * PAGE_TOKENS)
     list_head = observed.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -218,11 +217,11 @@ def add_to_page_mass(
     PAGE_TOKENS: tl.constexpr,
     TILE_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
     """Some pages of one query. Grid [observed, pages]."""
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     observed = tl.program_id(0).to(tl.int64)
     visible = tl.minimum(tl.load(visible_tokens + observed), max_pages * PAGE_TOKENS)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -230,13 +229,18 @@ def add_to_page_mass(
     if tl.program_id(1) * BLOCK * PAGE_TOKENS >= visible:
         return
     mass = tl.full([BLOCK], 0.0, tl.float32)
-    for head in range(num_heads):
+    # Several heads at once, because each load takes long and there is little to hide it behind.
+    for first_head in range(0, num_heads, BLOCK_HEADS):
+        head = first_head + tl.arange(0, BLOCK_HEADS)
         list_head = observed * num_heads + head
-        head_sums = tl.load(sums + list_head * max_pages + page, mask=is_seen, other=0.0)
+        is_read = (head < num_heads)[:, None] & is_seen[None, :]
+        head_sums = tl.load(sums + (list_head * max_pages)[:, None] + page[None, :], mask=is_read, other=0.0)
         if normaliser is not None:
-            peak = tl.load(peaks + list_head * num_tiles + page // TILE_PAGES, mask=is_seen, other=0.0)
-            head_sums *= tl.exp2(peak - tl.load(normaliser + list_head))
-        mass += head_sums
+            tile = (page // TILE_PAGES)[None, :]
+            peak = tl.load(peaks + (list_head * num_tiles)[:, None] + tile, mask=is_read, other=0.0)
+            log_total = tl.load(normaliser + list_head, mask=head < num_heads, other=0.0)
+            head_sums *= tl.exp2(peak - log_total[:, None])
+        mass += tl.sum(head_sums, axis=0)
     place = page_mass + observed * mass_stride + page
     tl.store(place, tl.load(place, mask=is_seen, other=0.0) + weight * mass, mask=is_seen)
 
@@ -262,16 +266,17 @@ def key_direction_sums(
 ):
     """Sums of k / |k| over each page, and over a program's pages. Grid [row, KV head, tiles]."""
     TILE_TOKENS: tl.constexpr = PAGE_TOKENS * TILE_PAGES
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
+    key_head = key_cache + kv_head.to(tl.int64) * key_head_stride
     tokens = tl.minimum(tl.load(num_tokens + row), max_pages * PAGE_TOKENS)
     num_pages = tl.cdiv(tokens, PAGE_TOKENS)
     first_tile = tl.program_id(2) * tiles_per_program
     end_tile = tl.minimum(first_tile + tiles_per_program, tl.cdiv(tokens, TILE_TOKENS))
     row_head = row * tl.num_programs(1) + kv_head
+    table_row = block_table + row * table_stride
     slot = tl.arange(0, TILE_TOKENS)
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     in_head = dim < HEAD_SIZE
@@ -279,10 +284,10 @@ def key_direction_sums(
     for tile in range(first_tile, end_tile):
         position = tile * TILE_TOKENS + slot
         is_seen = position < tokens
-        block = tl.load(block_table + row * table_stride + position // PAGE_TOKENS, mask=is_seen, other=0)
+        block = tl.load(table_row + position // PAGE_TOKENS, mask=is_seen, other=0)
         key_row = block.to(tl.int64) * key_block_stride + position % PAGE_TOKENS * key_slot_stride
         k = tl.load(
-            key_cache + (key_row + kv_head * key_head_stride)[:, None] + dim[None, :],
+            key_head + key_row[:, None] + dim[None, :],
             mask=is_seen[:, None] & in_head[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -309,18 +314,20 @@ def key_anchors(
     num_programs,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The mean direction of all keys of one row and KV head, of length 1. Grid [row, KV head]."""
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     row_head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     in_head = dim < HEAD_SIZE
     total = tl.full([HEAD_SIZE_PADDED], 0.0, tl.float32)
-    for program in range(num_programs):
-        at = (row_head * num_programs + program) * HEAD_SIZE + dim
-        total += tl.load(program_directions + at, mask=in_head, other=0.0)
+    for first in range(0, num_programs, BLOCK):
+        program = first + tl.arange(0, BLOCK)
+        at = ((row_head * num_programs + program) * HEAD_SIZE)[:, None] + dim[None, :]
+        is_read = (program < num_programs)[:, None] & in_head[None, :]
+        total += tl.sum(tl.load(program_directions + at, mask=is_read, other=0.0), axis=0)
     square = tl.sum(total * total, axis=0)
     length = tl.where(square > 0, tl.sqrt(square), 1.0)
     tl.store(anchors + row_head * HEAD_SIZE + dim, total / length, mask=in_head)
@@ -343,9 +350,8 @@ def add_to_key_difference(
     BLOCK: tl.constexpr,
 ):
     """Some pages of one row. Grid [row, pages]."""
-    if enabled is not None:
-        if tl.load(enabled) == 0:
-            return
+    if enabled is not None and tl.load(enabled) == 0:
+        return
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.minimum(tl.load(num_tokens + row), max_pages * PAGE_TOKENS)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

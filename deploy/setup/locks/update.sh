@@ -23,4 +23,4 @@ lock cpu --overrides leave-out-cpu.txt --overrides leave-out-model.txt "${torch_
 # Without --find-links: a `torch+cpu` found there would satisfy `torch==2.13.0` and hide the CUDA one.
 lock gpu --overrides leave-out-model.txt
 # The tools follow the CPU lock, so that they change nothing the server runs on.
-lock dev --constraints cpu.txt
+lock dev --constraints cpu.txt --overrides leave-out-dev.txt

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_evict.engine.attention.metadata import RequestIds, ResidentPagesBuilderMixin
 from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.spec import evicting_spec
+from vllm_evict.positions.pages import KeyPages, PackedKeyPages
 from vllm_evict.scores import cpu_keys
 from vllm_evict.scores.cpu import ObservedQueries, add_page_mass, warm_up
 from vllm_evict.scores.cpu_layout import KeyLayout, detect_key_layout
@@ -45,7 +46,7 @@ class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadata
 
     def bind(self, runtime: EvictionRuntime, request_ids: RequestIds) -> None:
         super().bind(runtime, request_ids)
-        if self.runtime is None or not (runtime.observes_attention or runtime.reads_keys):
+        if self.runtime is None or not (runtime.observes_attention or runtime.reads_keys or runtime.rebases):
             return
         self.key_layout = self._detect_key_layout()
         runtime.make_observed = ObservedQueries
@@ -76,6 +77,13 @@ class EvictionCPUMetadataBuilder(ResidentPagesBuilderMixin, CPUAttentionMetadata
                 weight=layer_weight / key_cache.shape[1],
                 layout=self.key_layout,
             )
+
+    def key_pages(self) -> dict[str, KeyPages]:
+        """The caches of this builder's layers, by name."""
+        assert self.key_layout is not None
+        layers = self.vllm_config.compilation_config.static_forward_context
+        caches = {name: layers[name].kv_cache for name in self.layer_names}
+        return {name: PackedKeyPages(cache, _key_half(cache), self.key_layout) for name, cache in caches.items()}
 
     def _detect_key_layout(self) -> KeyLayout:
         """How vLLM's kernels pack K on this machine, read off by writing keys through them."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, iter_layer_specs
 
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.runtime import EvictionRuntime
@@ -35,9 +35,8 @@ class ResidentPagesBuilderMixin:
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
         """What the stock builder can, unless attention is observed: a full graph would replay that step's queries."""
-        if isinstance(kv_cache_spec, EvictingAttentionSpec) and (
-            "attention" in config_of(vllm_config).make_policy().signals
-        ):
+        evicts = any(isinstance(spec, EvictingAttentionSpec) for spec in iter_layer_specs(kv_cache_spec))
+        if evicts and "attention" in config_of(vllm_config).make_policy().signals:
             return AttentionCGSupport.NEVER
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
@@ -48,8 +47,10 @@ class ResidentPagesBuilderMixin:
             self.request_ids = request_ids
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args, **kwargs):
-        if self.runtime is None or not self.runtime.in_step:
+        if self.runtime is None:
             return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        if not self.runtime.in_step:
+            return super().build(common_prefix_len, self._of_nobody(common_attn_metadata), *args, **kwargs)
         # Full CUDA graphs pad the batch with rows of no request.
         rows = self.runtime.batch_rows(self.request_ids(common_attn_metadata), common_attn_metadata.num_reqs)
         resident = replace(
@@ -63,15 +64,16 @@ class ResidentPagesBuilderMixin:
         metadata.mass_request = self.runtime.mass_request
         return metadata
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata):
-        if self.runtime is None:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
-        # A graph goes on reading the tensors that it was captured with.
+    def _of_nobody(self, common_attn_metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """A batch without requests in the persistent tensors, which graphs read, be it captured or replayed with it.
+
+        Whose pages the table names does not matter: nobody looks at the answers.
+        """
+        assert self.runtime is not None
         buffers, num_rows = self.runtime.buffers, common_attn_metadata.num_reqs
         buffers.physical_lens[:num_rows].copy_(common_attn_metadata.seq_lens[:num_rows])
-        persistent = replace(
+        return replace(
             common_attn_metadata,
             block_table_tensor=buffers.block_table[:num_rows],
             seq_lens=buffers.physical_lens[:num_rows],
         )
-        return super().build_for_cudagraph_capture(persistent)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import AttentionLayer
+from vllm.v1.attention.backend import AttentionImpl, AttentionLayer
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_evict.engine.attention.metadata import RequestIds, ResidentPagesBuilderMixin
 from vllm_evict.engine.host_copy import to_device
-from vllm_evict.engine.runtime import EvictionRuntime
+from vllm_evict.engine.runtime import EvictionRuntime, MassRequest
 from vllm_evict.engine.spec import evicting_spec
+from vllm_evict.positions.pages import KeyPages, PlainKeyPages
 from vllm_evict.scores import triton as kernels
 
 
@@ -44,6 +45,7 @@ class PagedGPUBuilderMixin(ResidentPagesBuilderMixin):
         super().bind(runtime, request_ids)
         if self.runtime is None:
             return
+        runtime.buffers.gather = kernels.gather_rows
         runtime.make_observed = self._make_observed
         if runtime.reads_keys:
             runtime.key_readers.append(self.add_key_difference)
@@ -67,6 +69,13 @@ class PagedGPUBuilderMixin(ResidentPagesBuilderMixin):
                 weight=layer_weight / key_cache.shape[2],
             )
 
+    def key_pages(self) -> dict[str, KeyPages]:
+        """The caches of this builder's layers, by name."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        caches = {name: layers[name].kv_cache for name in self.layer_names}
+        head_size = self.kv_cache_spec.head_size
+        return {name: PlainKeyPages(cache, cache[..., :head_size]) for name, cache in caches.items()}
+
 
 class PageMassImplMixin:
     """Put before a stock ``AttentionImpl``: its attention, then page mass where the step asks for it."""
@@ -85,20 +94,32 @@ class PageMassImplMixin:
         output = super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
         request = getattr(attn_metadata, "mass_request", None)
         if request is not None:
-            with request.stopwatch:
-                kernels.add_page_mass(
-                    query=query.view(-1, self.num_heads, self.head_size),
-                    key_cache=_key_half(kv_cache, self.head_size),
-                    block_table=request.block_table,
-                    token=request.observed.token,
-                    row=request.observed.row,
-                    visible_tokens=request.observed.visible_tokens,
-                    page_mass=request.page_mass,
-                    scale=self.scale,
-                    weight=request.layer_weight / self.num_heads,
-                    softcap=self.logits_soft_cap or 0.0,
-                )
+            add_page_mass(self, request, query, kv_cache)
         return output
+
+
+def add_page_mass(
+    impl: AttentionImpl,
+    request: MassRequest,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    log_sum_exp: torch.Tensor | None = None,
+) -> None:
+    """Page mass of one layer; ``log_sum_exp``, float32 ``[num_tokens, num_heads]``, spares the kernel a step."""
+    with request.stopwatch:
+        kernels.add_page_mass(
+            query=query.view(-1, impl.num_heads, impl.head_size),
+            key_cache=_key_half(kv_cache, impl.head_size),
+            block_table=request.block_table,
+            token=request.observed.token,
+            row=request.observed.row,
+            visible_tokens=request.observed.visible_tokens,
+            page_mass=request.page_mass,
+            scale=impl.scale,
+            weight=request.layer_weight / impl.num_heads,
+            softcap=impl.logits_soft_cap or 0.0,
+            log_sum_exp=log_sum_exp,
+        )
 
 
 def _key_half(kv_cache: torch.Tensor, head_size: int) -> torch.Tensor:
