@@ -57,7 +57,7 @@ QUIET = {
     "cache_config.kv_sharing_fast_prefill": False,
     "parallel_config.decode_context_parallel_size": 1,
     "parallel_config.prefill_context_parallel_size": 1,
-    "parallel_config.pipeline_parallel_size": 2,
+    "parallel_config.pipeline_parallel_size": 1,
     "parallel_config.distributed_executor_backend": "mp",
     "parallel_config.use_ubatching": False,
 }
@@ -119,7 +119,13 @@ TRIGGERS = [
     ("KV cache events", {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}),
     ("context parallelism", {"parallel_config.decode_context_parallel_size": 2}),
     ("context parallelism", {"parallel_config.prefill_context_parallel_size": 2}),
-    ("pipeline under torchrun", {"parallel_config.distributed_executor_backend": "external_launcher"}),
+    (
+        "pipeline under torchrun",
+        {
+            "parallel_config.distributed_executor_backend": "external_launcher",
+            "parallel_config.pipeline_parallel_size": 2,
+        },
+    ),
     ("compiled graphs", {"parallel_config.distributed_executor_backend": "ray"}),
     ("micro-batching", {"parallel_config.use_ubatching": True}),
     ("fast prefill", {"cache_config.kv_sharing_fast_prefill": True}),
@@ -136,17 +142,16 @@ HARMLESS = [
     {"additional_config": {"kv_eviction": {"positions": "rebase"}}, "model_config.max_model_len": 65},
     {"model_config.hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "longrope"})},
     {"scheduler_config.disable_hybrid_kv_cache_manager": None},
-    {
-        "parallel_config.distributed_executor_backend": "external_launcher",
-        "parallel_config.pipeline_parallel_size": 1,
-    },
+    {"parallel_config.distributed_executor_backend": "external_launcher"},
+    {"parallel_config.pipeline_parallel_size": 2},
 ]
 
 
 @pytest.fixture(autouse=True)
-def any_length(monkeypatch):
-    """Without this variable vLLM itself refuses a length beyond the model's, and we do not ask."""
+def variables(monkeypatch):
+    """Without the first vLLM itself refuses a length beyond the model's, and we do not ask."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
 
 
 def fake(changes=()):
@@ -236,8 +241,8 @@ def test_who_scores_is_refused_where_every_stage_decides():
     assert set(refusal_of("pipeline under torchrun").policies) == {"h2o", "keydiff", "h2o-keydiff"}
 
 
-def test_ray_s_other_executor_goes_through_the_worker(monkeypatch):
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
+def test_ray_s_default_executor_goes_through_the_worker(monkeypatch):
+    monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
     check_supported(fake({"parallel_config.distributed_executor_backend": "ray"}), EvictionConfig(policy="h2o"))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import HTTPError
@@ -147,8 +149,15 @@ def test_two_api_servers(model, alone, tmp_path):
 
 
 def test_two_data_parallel_engines(model, alone, tmp_path):
-    """Each engine evicts."""
+    """Each engine evicts, and of two who ask at once each is served by one."""
     with serving(model, tmp_path, "h2o", "--data-parallel-size", "2") as server:
         lines = [line for line in server.log.splitlines() if "KV eviction h2o" in line]
         assert len(lines) == 2
-        assert answers(server) == alone("h2o")
+        with ThreadPoolExecutor() as clients:
+            both = list(clients.map(answers, [server, server]))
+        assert both == [alone("h2o")] * 2
+        counts = re.findall(
+            r"^vllm:kv_eviction_evicted_pages_total(\{.*\}) (\S+)$", server.get("/metrics"), re.MULTILINE
+        )
+        engines = {re.search(r'engine="(\d+)"', labels)[1] for labels, count in counts if float(count)}
+        assert engines == {"0", "1"}

@@ -186,6 +186,7 @@ class EvictionRuntime:
         self._ledger = MassLedger(self._make_mass)
         self._update: EvictionUpdate | None = None
         self._ended: list[int] = []
+        self._requests: list[ResidentRequest] = []
         self._rows: BatchRows | None = None
         self._mass: MassRequest | None = None
         self._spans: list[tuple[ResidentPages, np.ndarray]] = []
@@ -281,9 +282,9 @@ class EvictionRuntime:
     def batch_rows(self, request_ids: Sequence[str], num_rows: int | None = None) -> BatchRows:
         """Resident pages of this step's rows, padded to ``num_rows``. Built once a step, shared by all layers."""
         if self._rows is None:
-            requests = [self.table[request_id] for request_id in request_ids]
-            self._rows = self.buffers.fill(requests, num_rows or len(requests))
-            self._mass = self._observe(requests, self._rows) if self._spans else None
+            self._requests = [self.table[request_id] for request_id in request_ids]
+            self._rows = self.buffers.fill(self._requests, num_rows or len(self._requests))
+            self._mass = self._observe(self._requests, self._rows) if self._spans else None
         return self._rows
 
     @property

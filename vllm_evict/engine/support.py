@@ -209,10 +209,10 @@ REFUSALS: tuple[Refusal, ...] = (
         policies=tuple(name for name, policy in POLICIES.items() if policy.signals),
     ),
     Refusal(
-        "Ray's compiled graphs (--distributed-executor-backend ray)",
+        "Ray's compiled graphs (--distributed-executor-backend ray, VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)",
         lambda c: c.parallel_config.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
         "they call the model runner past the worker, which would not hear of pages that are gone",
-        "set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp",
+        "unset the variable, or use --distributed-executor-backend mp",
     ),
     Refusal(
         "micro-batching (--enable-dbo, --ubatch-size)",
