@@ -167,6 +167,29 @@ REBASE = (
         overrides=_words("input_ids positions intermediate_tensors inputs_embeds"),
     ),
     Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model", mentions=("_model_forward",)),
+    Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", has=_words("model_state input_buffers device get_model")),
+    Hook(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner._dummy_run",
+        passed=_words("num_tokens skip_attn is_profile"),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.execute_model",
+        mentions=_words("model_state prepare_inputs positions"),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.model_states.interface",
+        "ModelState.prepare_inputs",
+        overrides=_words("input_batch req_states"),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.model_states.interface",
+        "ModelState.prepare_dummy_inputs",
+        overrides=_words("num_reqs num_tokens"),
+    ),
+    Hook("vllm.v1.worker.gpu.input_batch", "InputBatch", has=("positions",)),
+    Hook("vllm.v1.worker.gpu.input_batch", "InputBuffers", has=("positions",)),
     Hook("vllm.engine.arg_utils", "EngineArgs", has=_words("max_model_len create_model_config")),
     Hook("vllm.engine.arg_utils", "EngineArgs.create_model_config", passed=()),
     Hook("vllm.engine.arg_utils", "EngineArgs.create_engine_config", mentions=("create_model_config",)),
@@ -353,7 +376,8 @@ WORKER = (
     Hook("vllm.v1.outputs", "AsyncModelRunnerOutput", abstract=("get_output",)),
     Hook("vllm.v1.outputs", "AsyncModelRunnerOutput.get_output", overrides=()),
     Hook("vllm.distributed", "get_tp_group", passed=()),
-    Hook("vllm.distributed.parallel_state", "GroupCoordinator", has=_words("all_reduce world_size")),
+    Hook("vllm.distributed", "get_pp_group", passed=()),
+    Hook("vllm.distributed.parallel_state", "GroupCoordinator", has=_words("all_reduce world_size ranks is_last_rank")),
 )
 
 FRONT_END = (
