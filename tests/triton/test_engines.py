@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine import checks
 from tests.engine.harness import Run, random_prompt
-from tests.models.tiny import MAX_POSITIONS, tiny
+from tests.models.tiny import tiny
 from tests.triton.child import Scenario
 
 P = 16
