@@ -89,6 +89,20 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
     "models of transformers (--model-impl transformers)": (
         "tests/features/test_kinds.py::test_models_in_the_words_of_transformers",
     ),
+    "both model runners, asynchronous scheduling": (
+        "tests/triton/test_engines.py::test_run",
+        "tests/triton/test_engines.py::test_both_runners_say_the_same",
+        "tests/bookkeeping/test_runtime.py::test_every_score_comes_back_to_its_page_and_request",
+    ),
+    "attention backends TRITON_ATTN, FLASH_ATTN, FLASHINFER, XFORMERS": (
+        "tests/triton/test_engines.py::test_run",
+        "tests/triton/test_builders.py::test_run",
+        "tests/triton/test_xformers.py::test_engine",
+    ),
+    "CUDA graphs": (
+        "tests/triton/test_builders.py::test_graph_support",
+        "tests/triton/test_builders.py::test_a_graph_captures_and_replays_these_buffers",
+    ),
     "requests past the model's length (--kv-eviction-positions rebase)": (
         "tests/engine/test_rebase.py::test_run",
         "tests/engine/test_rebase.py::test_kinds",

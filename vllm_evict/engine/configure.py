@@ -14,9 +14,10 @@ from vllm_evict.engine.trace import check_writable
 CPU_BLOCK_TOKENS = 32
 """Page size on CPU unless the user sets one: the finest its attention kernel takes (vLLM: 128)."""
 
+_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_evict.engine.worker.EvictionCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "vllm_evict.engine.worker.EvictionGPUWorker",
+    _GPU_WORKER: "vllm_evict.engine.worker.EvictionGPUWorker",
 }
 
 
@@ -59,6 +60,11 @@ def enable(vllm_config: VllmConfig) -> None:
         raise EvictionConfigError(
             f"KV eviction has no worker for {worker_cls!r}; supported: {', '.join(_WORKERS)}. "
             "Run it on a CPU or an NVIDIA GPU, or drop --kv-eviction."
+        )
+    if worker_cls == _GPU_WORKER:
+        logger.warning(
+            "KV eviction on GPUs has been tested with Triton's interpreter and an eager reference, on no GPU yet: "
+            "run deploy/gpu-check/serve_check.py on this machine first"
         )
     vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
     scheduler = "AsyncEvictionScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictionScheduler"
