@@ -82,6 +82,7 @@ class V2Runner:
         def prepare_rotary_positions(batch, req_states):
             positions = rotary[: len(batch.positions)]
             positions.copy_(batch.positions)
+            positions[batch.num_tokens :].zero_()  # padding: what an earlier step left there, as in the text
             lower(positions)
             return {**prepare_inputs(batch, req_states), "positions": positions}
 
