@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 import torch
+from vllm.config import CUDAGraphMode
 
-from vllm_evict.engine.runners import V2Runner
+from vllm_evict.engine.runners import V1Runner, V2Runner
 
 
 def test_v2_padding_tokens_stand_at_0():
@@ -19,3 +20,14 @@ def test_v2_padding_tokens_stand_at_0():
     batch = SimpleNamespace(positions=buffers.positions[:8], num_tokens=3)
     positions = state.prepare_inputs(batch, None)["positions"]
     assert positions.tolist() == [100_000, 100_001, 100_002, 0, 0, 0, 0, 0]
+
+
+def test_v1_probes_without_a_graph():
+    """A graph that is being captured computes nothing, and one that is replayed does not look who attends."""
+    modes = []
+    runner = SimpleNamespace(
+        positions=torch.zeros(16, dtype=torch.int64),
+        _dummy_run=lambda num_tokens, cudagraph_runtime_mode=None: modes.append(cudagraph_runtime_mode),
+    )
+    V1Runner(runner).run_at(8, 1000)
+    assert modes == [CUDAGraphMode.NONE]
