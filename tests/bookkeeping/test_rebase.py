@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from tests.bookkeeping.harness import PAGE_TOKENS as P
-from tests.bookkeeping.harness import make_prompt
+from tests.bookkeeping.harness import configured, make_prompt, make_scheduler
 from tests.bookkeeping.rebasing import RebasingBench
+from vllm_evict.config import EvictionConfig, EvictionConfigError
 from vllm_evict.engine.messages import PageCopy, Rebase
 from vllm_evict.engine.resident import ResidentRequest
+from vllm_evict.engine.sizing import check_positions, model_limit
 
 SYNC_AND_ASYNC = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
@@ -128,3 +130,13 @@ def test_nothing_is_left_of_a_request_that_was_preempted_in_the_step_that_would_
     assert not run.manager._positions._rebases
     run.run(max_steps=1000)
     assert run.num_rebases >= 2
+
+
+def test_positions_are_counted_in_the_pages_that_there_are(stock_config):
+    """The attention backend may choose larger ones than were known when the settings were checked."""
+    limit = model_limit(stock_config.model_config)
+    settings = {"policy": "streaming", "positions": "rebase", "budget": limit - 15}
+    config = configured(stock_config, settings, num_blocks=limit, max_model_len=4 * limit, chunk_tokens=15)
+    check_positions(EvictionConfig(**settings), config, page_tokens=1)
+    with pytest.raises(EvictionConfigError, match=rf"in pages of {P}, and 15 in flight, are {limit + 3} tokens"):
+        make_scheduler(config)

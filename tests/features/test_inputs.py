@@ -71,3 +71,36 @@ def test_a_session_fed_in_pieces(engine, policy):
         check(run)
     for check in (checks.trace_is_the_tables, checks.choices, checks.hashed_pages_are_exact):
         check(run)
+
+
+def test_a_session_past_the_length_of_the_model(engine, models):
+    """To the worker each piece is a new request; its keys go on standing where they were moved to."""
+    limit, said = 8 * P, 2 * P
+    eviction = {"policy": "streaming", "budget": 3 * P, "positions": "rebase"}
+    with engine(
+        models("tiny", max_positions=limit), eviction=eviction, chunk_tokens=5 * P, max_model_len=64 * P
+    ) as served:
+        served.begin()
+        generated = []
+        for length in (4 * P + 5, 4 * P + 7, P):
+            feed(served, "a", random_prompt(length, seed=length), max_tokens=said)
+            request = served.scheduler.requests["a"]
+            first = request.num_tokens if not generated else request.num_computed_tokens + length
+            served.step()
+            for _ in range(200):
+                if request.status.name == "WAITING_FOR_STREAMING_REQ":
+                    break
+                served.step()
+            generated += range(first, first + said - 1)  # the last one of each piece is not kept
+        tokens = tuple(request._all_token_ids[: request.num_computed_tokens])
+        served.abort("a")
+        served.step()
+        run = served.end()
+    assert len(tokens) == 9 * P + 12 + 3 * (said - 1)
+    run.answers = {"a": Answer(tokens, (), None, None, "abort")}
+    assert len(run.rebases["a", 0]) >= 2
+    checks.rotary_positions(run, limit)
+    reference = run.reference("a", 0).logits
+    for position in generated:
+        loss = reference[position - 1].max() - reference[position - 1][tokens[position]]
+        assert loss <= 2 * checks.LOGIT_TOLERANCE, position

@@ -50,7 +50,7 @@ def enable(vllm_config: VllmConfig) -> None:
     check_supported(vllm_config, config)
     config.page_budget(vllm_config.cache_config.block_size)
     config.page_floor(vllm_config.cache_config.block_size)
-    check_positions(config, vllm_config)
+    check_positions(config, vllm_config, vllm_config.cache_config.block_size)
     if config.trace is not None:
         check_writable(config.trace)
     if config.sink == 0:

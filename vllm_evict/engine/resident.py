@@ -89,6 +89,17 @@ class ResidentRequest:
         self.block_ids = self.block_ids[kept]
         self.rotary_pages = self.rotary_pages[kept]
 
+    def stand_as(self, before: ResidentRequest) -> None:
+        """Take over the rotary positions of the same request's life before, whose pages it kept.
+
+        So it is with a session that is fed in pieces; who was preempted has no such life any more.
+        """
+        self.offset_pages = before.offset_pages
+        self.rotary_pages = self.pages - np.int32(self.offset_pages)
+        at = before.pages.searchsorted(self.pages)
+        kept = self.pages < before.num_pages
+        self.rotary_pages[kept] = before.rotary_pages[at[kept]]
+
     def rebase(self, rebase: Rebase) -> PageMoves:
         """Move the pages' rotary positions down; returns what that means for the caches.
 
@@ -181,12 +192,15 @@ class ResidentTable:
         num_computed_tokens: int,
         update: EvictionUpdate,
     ) -> None:
+        before = self._requests.get(request_id)
         self._end(request_id)
         empty = np.empty(0, dtype=np.int32)
         request = ResidentRequest(next(self._lives), num_computed_tokens, empty, empty, 0, num_computed_tokens)
         request.append(block_ids[self._group_id])
         if request_id in update.holes:
             request.punch(update.holes[request_id])
+        if before is not None:
+            request.stand_as(before)
         self._requests[request_id] = request
 
     def _end(self, request_id: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 Lower = Callable[[torch.Tensor], None]
@@ -38,7 +39,8 @@ class V1Runner:
     def run_at(self, num_tokens: int, first_position: int) -> None:
         positions = self._runner.positions
         positions[:num_tokens] = torch.arange(first_position, first_position + num_tokens)
-        self._runner._dummy_run(num_tokens)
+        # A graph that is being captured computes nothing.
+        self._runner._dummy_run(num_tokens, cudagraph_runtime_mode=CUDAGraphMode.NONE)
         positions[:num_tokens] = 0
 
     def lower_positions(self, lower: Lower) -> None:
@@ -82,6 +84,7 @@ class V2Runner:
         def prepare_rotary_positions(batch, req_states):
             positions = rotary[: len(batch.positions)]
             positions.copy_(batch.positions)
+            positions[batch.num_tokens :].zero_()  # padding: what an earlier step left there, as in the text
             lower(positions)
             return {**prepare_inputs(batch, req_states), "positions": positions}
 

@@ -19,7 +19,7 @@ from vllm_evict.engine.compat import limit_prefix_cache
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.log import logger
 from vllm_evict.engine.messages import attach_update, report_of
-from vllm_evict.engine.sizing import check_pool, model_limit, startup_line
+from vllm_evict.engine.sizing import check_pool, check_positions, model_limit, startup_line
 from vllm_evict.engine.trace import EvictionTrace
 
 
@@ -39,6 +39,7 @@ class EvictionSchedulerMixin:
         num_blocks = self.kv_cache_config.num_blocks
         pool_bytes = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors)
         check_pool(self.page_evictor.kv_cache_spec, num_blocks, pool_bytes // num_blocks)
+        check_positions(config, self.vllm_config, self.page_evictor.block_size)
         trace = EvictionTrace(config.trace) if config.trace is not None else None
         position_limit = model_limit(self.vllm_config.model_config) if config.rebases else None
         self.page_evictor.bind(config, self.requests, trace, position_limit)

@@ -49,8 +49,13 @@ def model_limit(model_config: ModelConfig) -> int:
     return model_tokens
 
 
-def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
+def check_positions(config: EvictionConfig, vllm_config: VllmConfig, page_tokens: int) -> None:
     """Refuse settings under which the pages that one request holds would not fit into the model's positions.
+
+    Args:
+        config: the settings.
+        vllm_config: the model, and what is in flight.
+        page_tokens: tokens in a page. An attention backend may choose others than were known before it was.
 
     Raises:
         EvictionConfigError: pages never go, or too few positions; with the numbers.
@@ -72,7 +77,6 @@ def check_positions(config: EvictionConfig, vllm_config: VllmConfig) -> None:
     model_tokens = model_limit(vllm_config.model_config)
     if vllm_config.model_config.max_model_len <= model_tokens:
         return  # no request gets that far
-    page_tokens = vllm_config.cache_config.block_size
     in_flight_tokens = vllm_config.max_in_flight_tokens
     # A step begins at the budget, its newest page perhaps half full; then tokens follow without gap.
     most_tokens = pages_for(config.budget, page_tokens) * page_tokens + in_flight_tokens

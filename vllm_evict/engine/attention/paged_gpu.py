@@ -13,12 +13,14 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_evict.config import EvictionConfigError, flag_name
 from vllm_evict.engine.attention.metadata import RequestIds, ResidentPagesBuilderMixin
 from vllm_evict.engine.host_copy import to_device
 from vllm_evict.engine.runtime import EvictionRuntime, MassRequest
 from vllm_evict.engine.spec import evicting_spec
 from vllm_evict.positions.pages import KeyPages, PlainKeyPages
 from vllm_evict.scores import triton as kernels
+from vllm_evict.scores import triton_arguments
 
 
 class EvictingBackendMixin:
@@ -45,6 +47,8 @@ class PagedGPUBuilderMixin(ResidentPagesBuilderMixin):
         super().bind(runtime, request_ids)
         if self.runtime is None:
             return
+        if runtime.observes_attention or runtime.reads_keys:
+            _check_scored_page(self.kv_cache_spec.block_size)
         runtime.buffers.gather = kernels.gather_rows
         runtime.make_observed = self._make_observed
         if runtime.reads_keys:
@@ -119,6 +123,17 @@ def add_page_mass(
             weight=request.layer_weight / impl.num_heads,
             softcap=impl.logits_soft_cap or 0.0,
             log_sum_exp=log_sum_exp,
+        )
+
+
+def _check_scored_page(page_tokens: int) -> None:
+    """Refuse at start-up what the kernels would refuse in the first step that scores."""
+    most = triton_arguments.MAX_PAGE_TOKENS
+    if page_tokens.bit_count() != 1 or page_tokens > most:
+        raise EvictionConfigError(
+            f"KV eviction by attention or keys scores pages of a power of two of tokens, up to {most} on a GPU, and "
+            f"--block-size is {page_tokens}. Use --block-size {min(1 << (page_tokens.bit_length() - 1), most)}, or "
+            f"{flag_name('policy')} streaming."
         )
 
 
