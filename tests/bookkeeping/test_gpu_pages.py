@@ -20,7 +20,7 @@ def test_pages_that_cannot_be_scored(stock_config, observes, reads, page_tokens,
     config = configured(stock_config, {"policy": "h2o", "budget": 16})
     builder = PagedGPUBuilderMixin()
     builder.kv_cache_spec = replace(make_spec(config), block_size=page_tokens)
-    runtime = SimpleNamespace(observes_attention=observes, reads_keys=reads, key_readers=[])
+    runtime = SimpleNamespace(observes_attention=observes, reads_keys=reads, key_readers=[], buffers=SimpleNamespace())
     if refused:
         with pytest.raises(EvictionConfigError, match=f"--block-size is {page_tokens}"):
             builder.bind(runtime, lambda batch: [])

@@ -77,6 +77,7 @@ class RowBuffers:
         self._free_slots = list(range(max_rows))
         self._slot_of: dict[int, int] = {}
         self._written: list[np.ndarray | None] = [None] * max_rows
+        self._num_written = [0] * max_rows
 
     def end(self, lives: Iterable[int]) -> None:
         """Give back the slots of requests that are gone."""
@@ -131,8 +132,11 @@ class RowBuffers:
             slots[row] = slot
         if changed:
             written = np.array([slot for slot, _ in changed], dtype=np.int64)
-            new = np.zeros((len(changed), self._slots.shape[1]), dtype=np.int32)
-            for row, (_, block_ids) in enumerate(changed):
+            # As wide as what is there, and as what was there before and goes.
+            width = max(max(len(block_ids), self._num_written[slot]) for slot, block_ids in changed)
+            new = np.zeros((len(changed), width), dtype=np.int32)
+            for row, (slot, block_ids) in enumerate(changed):
                 new[row, : len(block_ids)] = block_ids
-            self._slots.index_copy_(0, to_device(written, self._device), to_device(new, self._device))
+                self._num_written[slot] = len(block_ids)
+            self._slots[:, :width].index_copy_(0, to_device(written, self._device), to_device(new, self._device))
         return slots
