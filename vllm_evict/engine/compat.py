@@ -15,6 +15,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention import selector
+from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
@@ -84,12 +85,13 @@ def xformers_backend() -> AttentionBackendEnum:
     """``--attention-backend XFORMERS``, which vLLM has dropped. Idempotent.
 
     vLLM can add a member to its enumeration, but would pickle it by value, and a worker unpickles its config before
-    it loads the plugins that add the member: so it is pickled as a call of this function. Remove that when every
-    supported vLLM unpickles members that a plugin has added.
+    it loads the plugins that add the member: so it is pickled as a call of this function, unless vLLM copes, which
+    is what patches/added-attention-backends.patch proposes. Remove that when every supported vLLM does.
     """
     if _XFORMERS not in AttentionBackendEnum.__members__:
         register_backend(_XFORMERS, "vllm_evict.engine.attention.xformers.XFormersBackend")
-        AttentionBackendEnum[_XFORMERS].__reduce_ex__ = lambda protocol: (xformers_backend, ())
+        if not hasattr(registry, "registered_attention_backend"):
+            AttentionBackendEnum[_XFORMERS].__reduce_ex__ = lambda protocol: (xformers_backend, ())
     return AttentionBackendEnum[_XFORMERS]
 
 

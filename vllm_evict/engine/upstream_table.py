@@ -430,6 +430,7 @@ FRONT_END = (
 )
 
 CONFIG = (
+    Hook("vllm.config", "CUDAGraphMode", has=("NONE",)),
     Hook(
         "vllm.config",
         "VllmConfig",
