@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_evict.config import UNLIMITED, EvictionConfig, EvictionConfigError, flag_name
-from vllm_evict.engine.block_manager import EvictingBlockManager
 from vllm_evict.pages import pages_for, steady_pages
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+    from vllm_evict.engine.block_manager import EvictingBlockManager
     from vllm_evict.engine.spec import EvictingAttentionSpec
 
 
