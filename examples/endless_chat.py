@@ -75,7 +75,7 @@ def chat(url: str, model: str, num_turns: int, answer_tokens: int) -> None:
         topic = TOPICS[turn % len(TOPICS)]
         messages.append({"role": "user", "content": f"Turn {turn}. Tell me something about {topic}."})
         answer = client.chat.completions.create(
-            model=model, messages=messages, max_tokens=answer_tokens, temperature=0.7, seed=turn
+            model=model, messages=messages, max_tokens=answer_tokens, temperature=0.7
         )
         said = answer.choices[0].message.content or ""
         messages.append({"role": "assistant", "content": said})
