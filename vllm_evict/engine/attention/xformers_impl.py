@@ -182,6 +182,7 @@ class XFormersImpl(AttentionImpl[XFormersMetadata]):
             (f"{attn_type} attention", attn_type != AttentionType.DECODER),
         ):
             if wanted:
+                # A refusal, not a gap: vLLM's own backends answer with this exception.
                 raise NotImplementedError(
                     f"--attention-backend XFORMERS does not work with {feature}, which xFormers' kernel cannot "
                     "compute over pages. Way out: use another backend."
