@@ -2,6 +2,9 @@
 
 Clients stream answers of random length to prompts of random length (some share a prefix, one in ten is far over the
 budget) and leave at random. Resident memory of every process is sampled; the first fifth of the time is warm-up.
+
+Before that, a batch of every size that can occur runs once: oneDNN keeps each compiled matrix product in a cache, by the
+number of tokens, and random load alone takes hours to meet them all.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from vllm_evict.bench.server_process import ServerProcess
 PAGE_TOKENS = 32
 POOL_PAGES = 160
 BUDGET_TOKENS = 512
+MAX_BATCH_TOKENS = 512
 SAMPLE_SECONDS = 5
 FIFTHS = 5
 
@@ -41,13 +45,14 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or str(embedded_model())
     kv_bytes = POOL_PAGES * kv_bytes_per_token(model, "bfloat16") * PAGE_TOKENS
     options = ["--enforce-eager", "--served-model-name", "bench", "--kv-cache-memory-bytes", str(kv_bytes)]
-    options += ["--max-model-len", "2048", "--max-num-batched-tokens", "512", "--max-num-seqs", str(args.clients)]
+    options += ["--max-model-len", "2048", "--max-num-batched-tokens", str(MAX_BATCH_TOKENS), "--max-num-seqs", str(args.clients)]
     if args.policy != "none":
         options += ["--kv-eviction", args.policy, "--kv-eviction-budget", str(BUDGET_TOKENS)]
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(model, options, Path(folder) / "server.log")
         try:
             server.wait_ready()
+            _warm_up(server.port)
             served, memory = _load(server, args.clients, args.minutes * 60)
         finally:
             server.stop()
@@ -61,6 +66,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"{served} answers, some cut short by their clients")
     print(f"ratios: memory={max(growths):.4f}")
     return 0
+
+
+def _warm_up(port: int) -> None:
+    """One batch of every size, in tokens."""
+    chance = random.Random(0)
+    print(f"  warm-up: batches of 1 to {MAX_BATCH_TOKENS} tokens", file=sys.stderr)
+    for num_tokens in chance.sample(range(1, MAX_BATCH_TOKENS + 1), MAX_BATCH_TOKENS):
+        _stream(port, _random_tokens(chance, num_tokens), max_tokens=1, leave_after=10)
 
 
 def _load(server: ServerProcess, num_clients: int, seconds: float) -> tuple[int, dict[tuple[int, str], list[int]]]:
@@ -91,9 +104,18 @@ def _ask(port: int, chance: random.Random) -> int:
     """One streamed answer; the client may leave before its end."""
     length = chance.randrange(1000, 1500) if chance.random() < 0.1 else chance.randrange(5, 300)
     shared = [7 + i for i in range(100)] if chance.random() < 0.3 else []
-    prompt = shared + [chance.randrange(100, 40_000) for _ in range(length)]
-    body = {"model": "bench", "prompt": prompt, "max_tokens": chance.randrange(1, 300), "stream": True}
-    leave_after = chance.randrange(1, 600)
+    prompt = shared + _random_tokens(chance, length)
+    _stream(port, prompt, max_tokens=chance.randrange(1, 300), leave_after=chance.randrange(1, 600))
+    return 1
+
+
+def _random_tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(100, 40_000) for _ in range(count)]
+
+
+def _stream(port: int, prompt: list[int], max_tokens: int, leave_after: int) -> None:
+    """Read an answer up to line `leave_after`, then hang up."""
+    body = {"model": "bench", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -104,7 +126,6 @@ def _ask(port: int, chance: random.Random) -> int:
             leave_after -= 1
     finally:
         connection.close()
-    return 1
 
 
 def _medians(samples: list[int]) -> list[float]:
