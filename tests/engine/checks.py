@@ -434,6 +434,16 @@ def trace_is_the_tables(run: Run) -> None:
             assert holes == evicted, f"step {number}, {name}: holes {sorted(holes)}, trace {sorted(evicted)}"
 
 
+def same_answers(one: Run, two: Run) -> None:
+    """Two engines said and evicted the same."""
+    assert {name: answer.tokens for name, answer in one.answers.items()} == {
+        name: answer.tokens for name, answer in two.answers.items()
+    }
+    assert {name: [line.pages for line in lines] for name, lines in one.trace.items()} == {
+        name: [line.pages for line in lines] for name, lines in two.trace.items()
+    }
+
+
 ALWAYS = (
     logits,
     greedy_tokens,
@@ -452,3 +462,5 @@ ALWAYS = (
 
 QUIET = tuple(check for check in ALWAYS if check is not choices)
 """Hold of every run."""
+SYNCHRONOUS = (held_pages, choices)
+"""For engines whose scores are those of the step before the decision."""

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from tests.triton.fake_gpu import pretend, use_async_scheduling, use_backend, use_runner
 
+RUNNERS = {"V1": ("V1", False), "V2": ("V2", False), "V2-async": ("V2", True)}
+"""By the name that tests show: which runner, and whether it is asynchronous."""
+
 
 @dataclass(frozen=True)
 class Scenario:

@@ -3,7 +3,7 @@
 Clients stream answers of random length to prompts of random length (some share a prefix, one in ten is far over the
 budget) and leave at random. Resident memory of every process is sampled; the first fifth of the time is warm-up.
 
-Before that, a batch of every size that can occur runs once: oneDNN keeps each compiled matrix product in a cache, by the
+Before that, a batch of every size that can occur runs once: oneDNN caches each compiled matrix product by the
 number of tokens, and random load alone takes hours to meet them all.
 """
 
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or str(embedded_model())
     kv_bytes = POOL_PAGES * kv_bytes_per_token(model, "bfloat16") * PAGE_TOKENS
     options = ["--enforce-eager", "--served-model-name", "bench", "--kv-cache-memory-bytes", str(kv_bytes)]
-    options += ["--max-model-len", "2048", "--max-num-batched-tokens", str(MAX_BATCH_TOKENS), "--max-num-seqs", str(args.clients)]
+    options += ["--max-model-len", "2048", "--max-num-seqs", str(args.clients)]
+    options += ["--max-num-batched-tokens", str(MAX_BATCH_TOKENS)]
     if args.policy != "none":
         options += ["--kv-eviction", args.policy, "--kv-eviction-budget", str(BUDGET_TOKENS)]
     with tempfile.TemporaryDirectory() as folder:
