@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from vllm_evict.pages import PageBudget, pages_for
 from vllm_evict.policies import POLICIES, EvictionPolicy, get_policy
@@ -33,6 +33,8 @@ POSITIONS = ("absolute", "rebase")
 
 OVERRIDES = ("none", "lower", "any")
 """What a single request may change: nothing; its budget downwards; anything."""
+
+_CHOICES = {"policy": POLICY_NAMES, "score": SCORE_KINDS, "overrides": OVERRIDES, "positions": POSITIONS}
 
 _Tokens = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)]
 
@@ -88,25 +90,12 @@ class EvictionConfig(BaseModel):
     overrides: str = "lower"
     positions: str = "absolute"
 
-    @field_validator("policy")
+    @field_validator(*_CHOICES)
     @classmethod
-    def _known_policy(cls, value: str) -> str:
-        return _one_of(value, POLICY_NAMES)
-
-    @field_validator("score")
-    @classmethod
-    def _known_score(cls, value: str) -> str:
-        return _one_of(value, SCORE_KINDS)
-
-    @field_validator("overrides")
-    @classmethod
-    def _known_overrides(cls, value: str) -> str:
-        return _one_of(value, OVERRIDES)
-
-    @field_validator("positions")
-    @classmethod
-    def _known_positions(cls, value: str) -> str:
-        return _one_of(value, POSITIONS)
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        if value not in _CHOICES[info.field_name]:
+            raise ValueError(_choose(_CHOICES[info.field_name]))
+        return value
 
     @property
     def enabled(self) -> bool:
@@ -254,12 +243,6 @@ def parse_request(values: Any) -> EvictionConfig:
     return config
 
 
-def _one_of(value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(_choose(allowed))
-    return value
-
-
 def _choose(names: tuple[str, ...]) -> str:
     return f"choose one of {', '.join(names)}"
 
@@ -272,22 +255,16 @@ def _one_line(error: ValidationError) -> str:
         return f"unknown setting {field!r} in {CONFIG_KEY}; known settings: {', '.join(EvictionConfig.model_fields)}."
     if first["type"] == "value_error":
         allowed = str(first["ctx"]["error"])
+    elif field in _CHOICES:
+        allowed = _choose(_CHOICES[field])
     elif field == "trace":
         allowed = "give the path of a file"
     elif field == "prefill_queries":
         allowed = f"give a whole number of queries from 0 to {MAX_TOKENS}, or 'all'"
     elif field == "score_every":
         allowed = f"give a whole number of decode steps from 1 to {MAX_TOKENS}"
-    elif field == "policy":
-        allowed = _choose(POLICY_NAMES)
-    elif field == "score":
-        allowed = _choose(SCORE_KINDS)
     elif field == "budget":
         allowed = f"give a whole number of tokens from 0 to {MAX_TOKENS}, or '{UNLIMITED}'"
-    elif field == "overrides":
-        allowed = _choose(OVERRIDES)
-    elif field == "positions":
-        allowed = _choose(POSITIONS)
     elif field == "seed":
         allowed = f"give a whole number from 0 to {MAX_TOKENS}"
     else:

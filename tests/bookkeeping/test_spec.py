@@ -119,11 +119,14 @@ def start_up_line(stock_config):
     def line(**options):
         lines = Lines()
         logger = logging.getLogger("vllm.vllm_evict")
+        level = logger.level
+        logger.setLevel(logging.INFO)  # whoever imported vLLM first may have silenced it
         logger.addHandler(lines)
         try:
             Bench(stock_config, **options)
         finally:
             logger.removeHandler(lines)
+            logger.setLevel(level)
         (message,) = lines.messages
         return message
 

@@ -9,10 +9,8 @@ its length stays logical and everything else in vLLM goes on counting tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
@@ -23,6 +21,7 @@ from vllm_evict.engine.messages import EvictionUpdate, PageScores
 from vllm_evict.engine.pressure import Offers
 from vllm_evict.engine.prior import PriorScores
 from vllm_evict.engine.rebase import PositionKeeper
+from vllm_evict.engine.request_pages import RequestPages
 from vllm_evict.engine.stats import EvictionStats
 from vllm_evict.engine.trace import EvictionTrace
 from vllm_evict.pages import EvictionPlan, PageView, pages_for
@@ -30,33 +29,6 @@ from vllm_evict.requests import RequestEviction, asks_for_something, request_evi
 
 if TYPE_CHECKING:
     from vllm_evict.engine.spec import EvictingAttentionSpec
-
-
-@dataclass
-class RequestPages:
-    """Eviction state of one request; lives exactly as long as its blocks.
-
-    Args:
-        eviction: policy and lengths.
-        resident: logical pages held, ascending.
-        num_pages: logical length of the request's block list, holes included.
-        exact_tokens: leading tokens computed while everything before them was
-            visible; None while that is all of them. Only these may be hashed.
-        scores: the last report, or what a prefix hit is known by, or None.
-        awaits_scores: scores were asked for and have not arrived.
-        num_pages_asked: ``num_pages`` when scores were last asked for.
-        offset_pages: rotary position = position - this many pages.
-
-    """
-
-    eviction: RequestEviction
-    resident: list[int] = field(default_factory=list)
-    num_pages: int = 0
-    exact_tokens: int | None = None
-    scores: PageScores | None = None
-    awaits_scores: bool = False
-    num_pages_asked: int = 0
-    offset_pages: int = 0
 
 
 class EvictingBlockManager(FullAttentionManager):
@@ -262,18 +234,7 @@ class EvictingBlockManager(FullAttentionManager):
     def _view_now(self, request_id: str) -> PageView:
         request, pages = self._requests[request_id], self._pages[request_id]
         num_tokens = request.num_computed_tokens
-        return self._view(pages, num_tokens, num_tokens - request.num_in_flight_tokens)
-
-    def _view(self, pages: RequestPages, num_tokens: int, num_processed_tokens: int) -> PageView:
-        resident = np.asarray(pages.resident, dtype=np.int32)
-        signals = {signal: np.full(len(resident), np.nan) for signal in pages.eviction.signals}
-        if signals and pages.scores is not None:
-            # The report may be older than the last eviction: match by page.
-            at = resident.searchsorted(pages.scores.pages)
-            known = resident.take(at, mode="clip") == pages.scores.pages
-            for signal, values in signals.items():
-                values[at[known]] = pages.scores.signals[signal][known]
-        return PageView(resident, num_tokens, num_processed_tokens, signals)
+        return pages.view(num_tokens, num_tokens - request.num_in_flight_tokens)
 
     def _evict(self, request: Request, view: PageView, plan: EvictionPlan, reason: str) -> None:
         request_id = request.request_id
@@ -404,7 +365,7 @@ class EvictingBlockManager(FullAttentionManager):
         pages.scores = prior
         if plan:
             self._null_block.ref_cnt -= len(plan.pages)  # vLLM's touch() has counted the holes
-            view = self._view(pages, num_local_computed_tokens, num_local_computed_tokens)
+            view = pages.view(num_local_computed_tokens, num_local_computed_tokens)
             self._record_holes(self._requests[request_id], view, plan, reason="budget", num_freed=0)
 
     def cache_blocks(self, request: Request, *args, **kwargs) -> None:
@@ -465,7 +426,7 @@ class EvictingBlockManager(FullAttentionManager):
         hit = RequestPages(
             eviction, resident=list(range(len(hit_blocks))), scores=self._prior_of(request_id, hit_blocks)
         )
-        return eviction.policy.plan(self._view(hit, num_hit_tokens, num_hit_tokens), budget)
+        return eviction.policy.plan(hit.view(num_hit_tokens, num_hit_tokens), budget)
 
     def _prior_of(self, request_id: str, hit_blocks: Sequence[KVCacheBlock]) -> PageScores | None:
         """What earlier owners last reported of the pages of a prefix hit."""
