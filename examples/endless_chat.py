@@ -1,7 +1,9 @@
 """A chat that outlasts the model: 50 turns over the API, past the length the model was made for, each answered.
 
+The model knows the beginning (sinks) and the last turns; what lay between is forgotten.
+
     python examples/endless_chat.py                       # starts a server of its own, about ten minutes on two cores
-    python examples/endless_chat.py --turns 5 --model-tokens 1024
+    python examples/endless_chat.py --turns 14 --answer-tokens 80 --model-tokens 1024
     python examples/endless_chat.py --url http://127.0.0.1:8000/v1 --model NAME
 
 Every turn sends the whole conversation, as a chat client does. A server without `--kv-eviction-positions rebase`
@@ -75,7 +77,11 @@ def chat(url: str, model: str, num_turns: int, answer_tokens: int) -> None:
         topic = TOPICS[turn % len(TOPICS)]
         messages.append({"role": "user", "content": f"Turn {turn}. Tell me something about {topic}."})
         answer = client.chat.completions.create(
-            model=model, messages=messages, max_tokens=answer_tokens, temperature=0.7
+            model=model,
+            messages=messages,
+            max_tokens=answer_tokens,
+            temperature=0.7,
+            extra_body={"min_tokens": answer_tokens // 2},
         )
         said = answer.choices[0].message.content or ""
         messages.append({"role": "assistant", "content": said})
@@ -86,7 +92,7 @@ def chat(url: str, model: str, num_turns: int, answer_tokens: int) -> None:
             flush=True,
         )
         if not said.strip():
-            raise SystemExit(f"turn {turn} was not answered")
+            raise RuntimeError(f"turn {turn} was not answered")
     print(f"{num_turns} turns answered")
 
 

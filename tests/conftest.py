@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_collection_modifyitems(items):
-    """What one process of pytest-xdist runs in one piece: a file, or all tests that share the two servers."""
+    """What one process of pytest-xdist runs in one piece: a file, or all that share the servers of `tests/serve`."""
     for item in items:
-        shares = {"server", "plain"} & set(getattr(item, "fixturenames", ()))
+        shares = {"server", "plain", "starting"} & set(getattr(item, "fixturenames", ()))
         item.add_marker(pytest.mark.xdist_group("servers" if shares else item.nodeid.partition("::")[0]))

@@ -1,4 +1,4 @@
-"""Two servers for the whole session, on the real model: one that evicts, and plain vLLM to compare with."""
+"""Two servers for all tests here, on the real model: one that evicts, and plain vLLM to compare with."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plain_server(folder: Path) -> Server:
 _SERVERS = {"server": eviction_server, "plain": plain_server}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def starting(request, tmp_path_factory) -> Iterator[dict[str, Server]]:
     """The servers that tests of this session ask for, on their way up: they start while command lines are tested."""
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
@@ -72,19 +72,19 @@ def starting(request, tmp_path_factory) -> Iterator[dict[str, Server]]:
             server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(starting) -> Server:
     """h2o, budget 1024, chunks of 512, a pool that eight long requests overfill."""
     return starting["server"].wait_ready()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plain(starting) -> Server:
     """vLLM without the plugin."""
     return starting["plain"].wait_ready()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def text_tokens(server) -> list[int]:
     """About 15,000 tokens of English, the tests' raw material."""
     from vllm_evict.bench.text import real_text

@@ -45,6 +45,9 @@ def main(scenarios_path: str, runs_path: str) -> None:
         use_async_scheduling(scenario.asynchronous)
         arguments = dict(scenario.engine)
         with Engine(arguments.pop("model"), **arguments) as engine:
+            assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == scenario.asynchronous
+            modules = [base.__module__ for base in type(engine.worker.model_runner).__mro__]
+            assert any(name.startswith("vllm.v1.worker.gpu.") for name in modules) == (scenario.runner == "V2"), modules
             runs.append(engine.run(**scenario.run))
     Path(runs_path).write_bytes(pickle.dumps(runs))
 

@@ -4,7 +4,8 @@ Clients stream answers of random length to prompts of random length (some share 
 budget) and leave at random. Resident memory of every process is sampled; the first fifth of the time is warm-up.
 
 oneDNN would hide a leak: it caches compiled matrix products by their number of tokens, 1,024 of them for all layers,
-and random load goes on meeting new ones for hours. So its cache is capped, and a batch of every size runs once before.
+and random load goes on meeting new ones for hours. So that cache is capped; vLLM keeps a smaller one per layer, for
+which a batch of every size runs first.
 """
 
 from __future__ import annotations
