@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the marks
 def pytest_collection_modifyitems(items):
     """What one process of pytest-xdist runs in one piece: a file, or all that share the servers of `tests/serve`."""
     for item in items:
