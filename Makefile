@@ -30,10 +30,10 @@ demo: setup ## Serve on a free port, send a long prompt and a chat, show what wa
 	@exec $(BIN)/python examples/demo.py $(ARGS)
 
 test: setup-dev lint model ## Lint and run the tests
-	$(BIN)/pytest tests -m "not slow and not gpu" -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/pytest tests -m "not slow and not gpu" -n $(JOBS) --dist loadscope $(ARGS)
 
 test-all: setup-dev lint model ## The same with the slow tests
-	$(BIN)/pytest tests -m "not gpu" -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/pytest tests -m "not gpu" -n $(JOBS) --dist loadscope $(ARGS)
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
