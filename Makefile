@@ -5,7 +5,6 @@ POLICY ?= h2o
 BUDGET ?=
 PORT ?= 8000
 VLLM ?= 0.32.0
-JOBS ?= 2
 ARGS ?=
 
 SHELL := bash
@@ -19,8 +18,7 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 	@echo
 	@echo "Variables of serve: MODEL (default: the embedded one), POLICY (h2o), BUDGET (tokens), PORT (8000),"
-	@echo "ARGS (further options of vllm serve). Of the tests: JOBS (test files at a time, 2), ARGS (options of pytest)."
-	@echo "Of every target: PYTHON (a Python 3.11), DEVICE (cpu or gpu)."
+	@echo "ARGS (further options of vllm serve). Of every target: PYTHON (a Python 3.11), DEVICE (cpu or gpu)."
 
 serve: setup ## Serve a model on 127.0.0.1:8000 with KV cache eviction
 	@exec $(BIN)/vllm-evict serve --port $(PORT) --policy $(POLICY) \
@@ -30,10 +28,10 @@ demo: setup ## Serve on a free port, send a long prompt and a chat, show what wa
 	@exec $(BIN)/python examples/demo.py $(ARGS)
 
 test: setup-dev lint model ## Lint and run the tests
-	$(BIN)/pytest tests -m "not slow and not gpu" -n $(JOBS) --dist loadscope $(ARGS)
+	$(BIN)/pytest tests -m "not slow and not gpu" $(ARGS)
 
 test-all: setup-dev lint model ## The same with the slow tests
-	$(BIN)/pytest tests -m "not gpu" -n $(JOBS) --dist loadscope $(ARGS)
+	$(BIN)/pytest tests -m "not gpu" $(ARGS)
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
