@@ -193,7 +193,7 @@ def test_64_equal_requests_cross_the_budget_in_one_step(engine, policy):
     best = np.inf
     with engine(eviction=eviction, num_pages=400, chunk_tokens=64 * P, max_num_seqs=64) as served:
         do_not_look(served)
-        for attempt in range(6):  # a neighbour's load shows in one attempt, a slow trim in all
+        for attempt in range(2):
             served.begin()
             for name, prompt in prompts.items():
                 served.add(f"{name}-{attempt}", prompt, max_tokens=3 * P + 8, num_logits=1)
@@ -206,9 +206,7 @@ def test_64_equal_requests_cross_the_budget_in_one_step(engine, policy):
             run = served.end()
             decoding = times[1:]
             best = min(best, np.quantile(decoding, 0.99) / np.median(decoding))
-            if best <= 2.0:
-                break
-    crossing = [lines[0].num_computed_tokens for name, lines in run.trace.items() if name.endswith(f"-{attempt}")]
+    crossing = [lines[0].num_computed_tokens for name, lines in run.trace.items() if name.endswith("-1")]
     assert crossing == [3 * P + 1] * 64
     assert best <= 2.0, best
 
