@@ -14,6 +14,7 @@ import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.bookkeeping.harness import PAGE_TOKENS, Bench, score_of
+from vllm_evict.engine.decode_mass import DecodeMass
 from vllm_evict.engine.messages import report_of
 from vllm_evict.engine.rows import RowBuffers
 from vllm_evict.engine.runtime import EvictionRuntime
@@ -110,13 +111,19 @@ class RuntimeBench(Bench):
             assert lens[row] == num_tokens - PAGE_TOKENS * len(self.holes(request_id))
             first_token[total] = (row, request_id)
             total += self.runtime.table[request_id].num_scheduled_tokens
-        request = self.runtime.mass_request
+        self.observe(rows, first_token, self.runtime.mass_request)
+
+    def observe(self, rows, first_token, request):
         if request is None:
             return
         assert request.layer_weight == 1 / NUM_LAYERS
-        assert request.block_table.equal(rows.block_table[:, : rows.max_pages])
+        assert request.block_table[: len(rows.block_table), : rows.max_pages].equal(
+            rows.block_table[:, : rows.max_pages]
+        )
         observed = request.observed
         for i in range(len(observed.token)):
+            if observed.visible_tokens[i] == 0:  # listed, but not asked for
+                continue
             start = max(token for token in first_token if token <= observed.token[i])
             row, request_id = first_token[start]
             assert observed.row[i] == row
@@ -137,6 +144,25 @@ class RuntimeBench(Bench):
                 assert score == pytest.approx(score_of(request_id, page), rel=1e-6)
             else:
                 assert np.isnan(score)
+
+
+class ReplayBench(RuntimeBench):
+    """Steps in which everybody decodes replay one CUDA graph, which knows only the tensors of its capture."""
+
+    def __init__(self, stock, **options):
+        super().__init__(stock, **options)
+        table = self.runtime.buffers.block_table
+        self.runtime.decode_mass = DecodeMass(*table.shape, table.device)
+        self.captured = self.runtime.nobodys_mass(len(table))
+        self.num_replays = self.num_skipped = 0
+
+    def observe(self, rows, first_token, request):
+        if len(first_token) == sum(self.runtime.table[r].num_scheduled_tokens for _, r in first_token.values()):
+            self.num_replays += 1
+            assert bool(self.captured.enabled) == (request is not None)
+            self.num_skipped += request is None
+            request = self.captured if self.captured.enabled else None
+        super().observe(rows, first_token, request)
 
 
 class Applied:
@@ -189,6 +215,32 @@ def test_every_score_comes_back_to_its_page_and_request(
     )
     assert len(run.reports) > 10 and run.manager.stats.num_evicted_pages > 20
     assert len(run.finished) == 6
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("num_blocks", "score_every"), [(22, 1), (60, 3)])
+def test_a_replayed_graph_observes_what_the_step_wants(stock_config, async_scheduling, num_blocks, score_every):
+    run = load(
+        ReplayBench(
+            stock_config,
+            policy="h2o",
+            settings=SCORES | {"score_every": score_every},
+            async_scheduling=async_scheduling,
+            num_blocks=num_blocks,
+        )
+    )
+    assert len(run.reports) > 10 and len(run.finished) == 6
+    assert run.num_replays > 10 and (run.num_skipped > 0) == (score_every > 1)
+
+
+def test_a_batch_of_nobody_observes_nothing(stock_config):
+    """Idle data-parallel ranks replay graphs, too, after steps that did observe."""
+    run = ReplayBench(stock_config, policy="h2o", settings=SCORES | {"score_every": 1})
+    run.add("a", 30, 12)
+    run.run_until(lambda: run.num_replays > 3)
+    assert bool(run.captured.enabled)
+    assert run.runtime.nobodys_mass(3).enabled is run.captured.enabled
+    assert not run.captured.enabled
 
 
 @pytest.mark.parametrize("prefill_queries", [2, "all"])

@@ -507,20 +507,22 @@ class Engine:
                 return batch
 
             self.runner.prepare_inputs = watched_prepare_inputs
-        self._hook = self.runner.model.register_forward_pre_hook(self._watch_forward, with_kwargs=True)
+        self._hook = self.runner.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     read_metadata = staticmethod(lambda metadata: metadata)
     """How to find `query_start_loc`, `seq_lens`, `slot_mapping` and `block_table` in a layer's metadata."""
 
-    def _watch_forward(self, module, args, kwargs) -> None:
-        """See what the model and the kernels are given: called inside the forward context."""
+    def _before_forward(self, module, args, kwargs) -> None:
         from vllm.forward_context import get_forward_context
 
+        self.watch_forward(get_forward_context().attn_metadata, kwargs["positions"])
+
+    def watch_forward(self, attn_metadata: Mapping[str, object] | None, positions: torch.Tensor) -> None:
+        """See what the model and the kernels are given, right before they run."""
         output = self._step.get("output")
         if output is None:
             return
-        metadata = self.read_metadata(get_forward_context().attn_metadata[self._layer_names[0]])
-        positions = kwargs["positions"]
+        metadata = self.read_metadata(attn_metadata[self._layer_names[0]])
         starts = metadata.query_start_loc.tolist()
         cached_starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs

@@ -54,12 +54,14 @@ def serving(model: Path, folder: Path, policy: str, *options: str, **environment
         server.stop()
 
 
-def answers(server: Server) -> dict[int, tuple[list[int], list[tuple[int, tuple[int, ...]]]]]:
+def answers(server: Server, **request) -> dict[int, tuple[list[int], list[tuple[int, tuple[int, ...]]]]]:
     """By prompt length: the tokens, and when which pages went."""
     found = {}
     for length in LENGTHS:
         prompt = torch.randint(0, VOCAB_TOKENS, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-        answer = server.complete(prompt, NEW_TOKENS, extra_body={"ignore_eos": True, "return_token_ids": True})
+        answer = server.complete(
+            prompt, NEW_TOKENS, extra_body={"ignore_eos": True, "return_token_ids": True}, **request
+        )
         tokens = answer.choices[0].token_ids
         assert len(tokens) == NEW_TOKENS and answer.usage.prompt_tokens == length
         lines = [line for lines in server.trace(answer).values() for line in lines]
@@ -149,12 +151,13 @@ def test_two_api_servers(model, alone, tmp_path):
 
 
 def test_two_data_parallel_engines(model, alone, tmp_path):
-    """Each engine evicts, and of two who ask at once each is served by one."""
+    """Each engine evicts for its own requests, with the other at work beside it."""
     with serving(model, tmp_path, "h2o", "--data-parallel-size", "2") as server:
         lines = [line for line in server.log.splitlines() if "KV eviction h2o" in line]
         assert len(lines) == 2
         with ThreadPoolExecutor() as clients:
-            both = list(clients.map(answers, [server, server]))
+            ranks = [{"X-data-parallel-rank": str(rank)} for rank in range(2)]
+            both = list(clients.map(lambda headers: answers(server, extra_headers=headers), ranks))
         assert both == [alone("h2o")] * 2
         counts = re.findall(
             r"^vllm:kv_eviction_evicted_pages_total(\{.*\}) (\S+)$", server.get("/metrics"), re.MULTILINE

@@ -8,6 +8,7 @@ that some Triton driver is active, what the device can do, which attention stand
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 
 
@@ -48,14 +49,41 @@ def use_runner(version: str) -> None:
 
 def use_async_scheduling(wanted: bool) -> None:
     """Let the next engine schedule ahead of its outputs, which vLLM rules out on CPUs."""
+
+    def allow(vllm_config) -> None:
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    _after_check("async scheduling", allow)
+
+
+def use_graphs(sizes: list[int]) -> None:
+    """Let the next engine replay steps of up to that many decoding requests; none: no graphs. See `graphs`."""
+    from vllm.config import CUDAGraphMode
+
+    def allow(vllm_config) -> None:
+        if sizes:
+            compilation = vllm_config.compilation_config
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, max(sizes)
+
+    _after_check("CUDA graphs", allow)
+
+
+_changes: dict[str, Callable[..., None]] = {}
+
+
+def _after_check(name: str, change: Callable[..., None]) -> None:
+    """Apply `change` to what the platform has made of a configuration, in place of an earlier change of that name."""
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    stock = vars(platform).get("stock_check", platform.check_and_update_config)
+    if not _changes:
+        stock = platform.check_and_update_config
 
-    def check_and_allow_async(cls, vllm_config) -> None:
-        stock(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = wanted
+        def check_and_change(cls, vllm_config) -> None:
+            stock(vllm_config)
+            for apply in _changes.values():
+                apply(vllm_config)
 
-    platform.stock_check = stock
-    platform.check_and_update_config = classmethod(check_and_allow_async)
+        platform.check_and_update_config = classmethod(check_and_change)
+    _changes[name] = change

@@ -35,13 +35,21 @@ CASES = [
     ("V2-async", "h2o"),
     ("V2-async", "short pool"),
     ("V2-async", "rebase"),
+    ("V2-async", "streaming"),
+    ("V2-async", "h2o-keydiff"),
+    ("V1-graphs", "h2o"),
+    ("V2-graphs", "streaming"),
+    ("V2-graphs", "h2o"),
+    ("V2-async-graphs", "h2o-keydiff"),
+    ("V2-async-graphs", "short pool"),
+    ("V2-async-graphs", "rebase"),
 ]
 LIMIT = 10 * P
 STREAM = {"long": random_prompt(15 * P + 9, seed=4), "middle": random_prompt(9 * P, seed=5)}
 
 
 def scenario(folder: Path, runner: str, case: str) -> Scenario:
-    version, asynchronous = RUNNERS[runner]
+    version, asynchronous, graphs = RUNNERS[runner]
     short, rebase = case == "short pool", case == "rebase"
     model = tiny(
         folder / ("short" if rebase else "model"), num_kv_heads=1, **({"max_positions": LIMIT} if rebase else {})
@@ -63,7 +71,7 @@ def scenario(folder: Path, runner: str, case: str) -> Scenario:
     else:
         tokens = {"long": 14, "page": 4 * P + 3, "hit": 14}
         run = {"prompts": PROMPTS, "max_tokens": tokens, "arrive_at": {"hit": 9}, "num_logits": -1}
-    return Scenario(version, "TRITON_ATTN", asynchronous, engine, run)
+    return Scenario(version, "TRITON_ATTN", asynchronous, graphs, engine, run)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +110,7 @@ def test_run(run, check, request):
 def test_masses(run, request):
     if run.eviction["policy"] == "streaming":
         pytest.skip("streaming measures nothing")
-    if "V2-async-rebase" in request.node.name:
+    if asynchronous(request) and "rebase" in request.node.name:
         pytest.skip("its prompt is evicted by what a chunk before had seen")
     assert checks.masses(run) < checks.MASS_TOLERANCE
 
@@ -118,7 +126,13 @@ def test_both_runners_say_the_same(runs, policy):
     checks.same_answers(runs["V1", policy], runs["V2", policy])
 
 
-@pytest.mark.parametrize("runner", ["V2", "V2-async"])
+@pytest.mark.parametrize(("runner", "policy"), [("V1", "h2o"), ("V2", "streaming"), ("V2", "h2o")])
+def test_replayed_graphs_change_nothing(runs, runner, policy):
+    """The child has seen every decoding step replayed; a graph here knows as little of the step as one on a GPU."""
+    checks.same_answers(runs[runner, policy], runs[f"{runner}-graphs", policy])
+
+
+@pytest.mark.parametrize("runner", [runner for runner, case in CASES if case == "short pool"])
 def test_the_short_pool_preempts(runs, runner):
     """Of a resumed request the V2 model runner hears as of a new one."""
     run = runs[runner, "short pool"]
@@ -126,7 +140,7 @@ def test_the_short_pool_preempts(runs, runner):
     assert max(epoch for name in run.answers for epoch in run.epochs(name)) > 0
 
 
-@pytest.mark.parametrize("runner", ["V2", "V2-async"])
+@pytest.mark.parametrize("runner", [runner for runner, case in CASES if case == "rebase"])
 def test_positions_stay_below_the_limit(runs, runner):
     assert checks.rotary_positions(runs[runner, "rebase"], LIMIT) >= 2
     checks.hashed_pages_stand_where_they_were(runs[runner, "rebase"])

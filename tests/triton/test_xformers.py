@@ -84,7 +84,7 @@ ENGINES = [
 
 
 def scenario(folder: Path, runner: str, case: str) -> Scenario:
-    version, asynchronous = RUNNERS[runner]
+    version, asynchronous, graphs = RUNNERS[runner]
     windows = case == "windows"
     eviction = POLICIES["streaming" if windows else case]
     engine = {
@@ -101,7 +101,7 @@ def scenario(folder: Path, runner: str, case: str) -> Scenario:
     prompts = {"long": PROMPTS["long"]} if windows else PROMPTS
     tokens = {"long": 20, "page": 3 * P + 9}
     run = {"prompts": prompts, "max_tokens": {name: tokens[name] for name in prompts}, "num_logits": -1}
-    return Scenario(version, "XFORMERS", asynchronous, engine, run)
+    return Scenario(version, "XFORMERS", asynchronous, graphs, engine, run)
 
 
 @pytest.fixture(scope="module")

@@ -102,6 +102,7 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
     "CUDA graphs": (
         "tests/triton/test_builders.py::test_graph_support",
         "tests/triton/test_builders.py::test_a_graph_captures_and_replays_these_buffers",
+        "tests/triton/test_engines.py::test_replayed_graphs_change_nothing",
     ),
     "requests past the model's length (--kv-eviction-positions rebase)": (
         "tests/engine/test_rebase.py::test_run",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,8 +13,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_evict.config import EvictionConfig
+from vllm_evict.engine.decode_mass import DecodeMass
 from vllm_evict.engine.host_copy import Arriving, HostCopy
 from vllm_evict.engine.mass_ledger import MassLedger, ResidentPages
+from vllm_evict.engine.mass_request import MakeObserved, MassRequest, Stopwatch
 from vllm_evict.engine.messages import (
     EvictionUpdate,
     PageScores,
@@ -27,59 +28,6 @@ from vllm_evict.engine.positions import RotaryPositions
 from vllm_evict.engine.resident import ResidentRequest, ResidentTable
 from vllm_evict.engine.rows import BatchRows, RowBuffers
 from vllm_evict.scores.aggregate import PageMass
-
-
-class Stopwatch:
-    """Seconds spent inside ``with`` blocks."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds += time.perf_counter() - self._started
-
-    def take(self) -> float:
-        """The seconds so far; starts again at 0."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
-@dataclass(frozen=True)
-class MassRequest:
-    """What a scored step asks of every layer.
-
-    Args:
-        observed: the queries to observe, as the backend's own ``MakeObserved`` put them.
-        block_table: int32 ``[rows, max resident pages]`` of :class:`BatchRows`.
-        page_mass: float32 ``[observed queries, max resident pages]``, summed up
-            by the layers: each adds its mean over query heads times ``layer_weight``.
-        layer_weight: 1 / number of evicting layers, those of other pipeline stages included.
-        stopwatch: adds up what measuring takes.
-
-    """
-
-    observed: Any
-    block_table: torch.Tensor
-    page_mass: torch.Tensor
-    layer_weight: float
-    stopwatch: Stopwatch
-
-
-class MakeObserved(Protocol):
-    """How a backend wants the observed queries of a step."""
-
-    def __call__(self, *, token: np.ndarray, row: np.ndarray, visible_tokens: np.ndarray) -> Any:
-        """What its page mass kernel takes.
-
-        Args:
-            token: int32 ``[observed]`` index among the step's tokens.
-            row: int32 ``[observed]`` row of the batch.
-            visible_tokens: int32 ``[observed]`` resident tokens that the query may see, itself included.
-
-        """
 
 
 class KeyReader(Protocol):
@@ -179,6 +127,7 @@ class EvictionRuntime:
         self.reads_keys = "keys" in signals
         self.rebases = config.rebases
         self.make_observed: MakeObserved
+        self.decode_mass: DecodeMass | None = None
         self.key_readers: list[KeyReader] = []
         self.positions: RotaryPositions | None = None
         self._stopwatch = Stopwatch()
@@ -256,7 +205,7 @@ class EvictionRuntime:
         scores = StepScores(ended if self.observes_attention else [], self._spans)
         if self._spans:
             # No layer of this stage may evict.
-            page_mass = self._mass.page_mass if self._mass is not None else self._no_mass()
+            page_mass = self._mass.measured() if self._mass is not None else self._no_mass()
             scores.page_mass = self._combine(page_mass)
         if wanted:
             scores.wanted = [(r, epoch, ResidentPages.of(self.table[r])) for r, epoch in wanted.items()]
@@ -285,6 +234,8 @@ class EvictionRuntime:
             self._requests = [self.table[request_id] for request_id in request_ids]
             self._rows = self.buffers.fill(self._requests, num_rows or len(self._requests))
             self._mass = self._observe(self._requests, self._rows) if self._spans else None
+            if self._mass is None and self.decode_mass is not None:
+                self.decode_mass.skip()
         return self._rows
 
     @property
@@ -305,14 +256,20 @@ class EvictionRuntime:
             tokens.append(positions + shift)
             row_of.append(np.full(len(positions), row))
             visible.append(physical_lens[row] - request.num_tokens + 1 + positions)
-        observed = self.make_observed(
-            token=np.concatenate(tokens).astype(np.int32),
-            row=np.concatenate(row_of).astype(np.int32),
-            visible_tokens=np.concatenate(visible).astype(np.int32),
-        )
+        token, row, visible_tokens = (np.concatenate(part).astype(np.int32) for part in (tokens, row_of, visible))
         assert rows.max_pages == self._max_pages, "the model runner left out a request"
+        if self.decode_mass is not None and first_token == len(requests):
+            return self.decode_mass.observe(row, visible_tokens, rows, self._layer_weight, self._stopwatch)
+        observed = self.make_observed(token=token, row=row, visible_tokens=visible_tokens)
         block_table = rows.block_table[:, : rows.max_pages]
         return MassRequest(observed, block_table, self._no_mass(), self._layer_weight, self._stopwatch)
+
+    def nobodys_mass(self, num_rows: int) -> MassRequest | None:
+        """What a batch without requests asks of every layer, so that a CUDA graph captured with it can observe."""
+        if self.decode_mass is None:
+            return None
+        self.decode_mass.skip()
+        return self.decode_mass.for_capture(num_rows, self.buffers.block_table, self._layer_weight, self._stopwatch)
 
     def _no_mass(self) -> torch.Tensor:
         """Zeros, float32 ``[observed queries, max pages]``."""

@@ -29,16 +29,19 @@ class ResidentPagesBuilderMixin:
     """
 
     reads_resident_pages = True
+    # A graph would replay the queries that were observed when it was captured.
+    graphs_while_observing = AttentionCGSupport.NEVER
     runtime: EvictionRuntime | None = None
     request_ids: RequestIds
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """What the stock builder can, unless attention is observed: a full graph would replay that step's queries."""
+        """What the stock builder can; where attention is observed, ``graphs_while_observing`` at most."""
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         evicts = any(isinstance(spec, EvictingAttentionSpec) for spec in iter_layer_specs(kv_cache_spec))
         if evicts and "attention" in config_of(vllm_config).make_policy().signals:
-            return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            return min(support, cls.graphs_while_observing, key=lambda support: support.value)
+        return support
 
     def bind(self, runtime: EvictionRuntime, request_ids: RequestIds) -> None:
         """Connect to the worker: its state, and the order of requests in the batch."""
@@ -50,7 +53,9 @@ class ResidentPagesBuilderMixin:
         if self.runtime is None:
             return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         if not self.runtime.in_step:
-            return super().build(common_prefix_len, self._of_nobody(common_attn_metadata), *args, **kwargs)
+            metadata = super().build(common_prefix_len, self._of_nobody(common_attn_metadata), *args, **kwargs)
+            metadata.mass_request = self.runtime.nobodys_mass(common_attn_metadata.num_reqs)
+            return metadata
         # Full CUDA graphs pad the batch with rows of no request.
         rows = self.runtime.batch_rows(self.request_ids(common_attn_metadata), common_attn_metadata.num_reqs)
         resident = replace(

@@ -6,17 +6,17 @@ for all of them, so one kernel serves them all. It needs nothing from the attent
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from vllm.v1.attention.backend import AttentionImpl, AttentionLayer
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionLayer
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_evict.config import EvictionConfigError, flag_name
 from vllm_evict.engine.attention.metadata import RequestIds, ResidentPagesBuilderMixin
+from vllm_evict.engine.decode_mass import DecodeMass
 from vllm_evict.engine.host_copy import to_device
-from vllm_evict.engine.runtime import EvictionRuntime, MassRequest
+from vllm_evict.engine.mass_request import DeviceQueries, MassRequest
+from vllm_evict.engine.runtime import EvictionRuntime
 from vllm_evict.engine.spec import evicting_spec
 from vllm_evict.positions.pages import KeyPages, PlainKeyPages
 from vllm_evict.scores import triton as kernels
@@ -31,17 +31,10 @@ class EvictingBackendMixin:
         return evicting_spec(super().customize_spec(spec))
 
 
-@dataclass(frozen=True)
-class DeviceQueries:
-    """The observed queries of a step, on the device; each int32 ``[observed]`` as in ``MakeObserved``."""
-
-    token: torch.Tensor
-    row: torch.Tensor
-    visible_tokens: torch.Tensor
-
-
 class PagedGPUBuilderMixin(ResidentPagesBuilderMixin):
     """Put before a stock builder whose layers keep their cache as above."""
+
+    graphs_while_observing = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # see `decode_mass`
 
     def bind(self, runtime: EvictionRuntime, request_ids: RequestIds) -> None:
         super().bind(runtime, request_ids)
@@ -51,6 +44,8 @@ class PagedGPUBuilderMixin(ResidentPagesBuilderMixin):
             _check_scored_page(self.kv_cache_spec.block_size)
         runtime.buffers.gather = kernels.gather_rows
         runtime.make_observed = self._make_observed
+        if runtime.observes_attention and runtime.decode_mass is None:
+            runtime.decode_mass = DecodeMass(*runtime.buffers.block_table.shape, self.device)
         if runtime.reads_keys:
             runtime.key_readers.append(self.add_key_difference)
 
@@ -123,6 +118,7 @@ def add_page_mass(
             weight=request.layer_weight / impl.num_heads,
             softcap=impl.logits_soft_cap or 0.0,
             log_sum_exp=log_sum_exp,
+            enabled=request.enabled,
         )
 
 
