@@ -8,7 +8,8 @@ with greedy sampling:
 
     off     without eviction
     roomy   h2o with a budget that no prompt reaches: the same tokens as off, nothing evicted
-    tight   h2o with a small budget: pages are evicted, every answer is complete, no page is held at the end
+    tight   h2o with a small budget: pages are evicted, every answer is complete, no page is held at the end; the scores
+            behind the first eviction of an answer are the same with CUDA graphs on and off
 
 A server takes about a minute to start, so all 16 combinations take about an hour. Ends with one line:
 `serve-check: ok` or `serve-check: FAILED`.
@@ -29,6 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "XFORMERS")
 MAX_MODEL_TOKENS, ANSWER_TOKENS, TIGHT_BUDGET_TOKENS = 4096, 96, 512
+SHORT_OF_BUDGET = TIGHT_BUDGET_TOKENS - 64
+Scores = list[float | None]
 QUESTION = "\n\nIn one sentence: what is the text above about?"
 
 
@@ -57,11 +60,11 @@ def main() -> int:
         print("serve-check: name a model with --model", file=sys.stderr)
         return 2
     sys.path.insert(0, str(ROOT))
-    passed = True
+    passed, scores = True, {}
     with tempfile.TemporaryDirectory(prefix="serve-check-") as folder:
         for case in cases:
             try:
-                faults = _faults(case, options.model, Path(folder))
+                faults = _faults(case, options.model, Path(folder), scores)
             except (RuntimeError, OSError) as error:
                 faults = [str(error)]
             passed &= not faults
@@ -82,8 +85,8 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _faults(case: Case, model: str, folder: Path) -> list[str]:
-    """What is wrong, in words."""
+def _faults(case: Case, model: str, folder: Path, scores: dict[tuple[str, str], Scores]) -> list[str]:
+    """What is wrong, in words; `scores` of the same backend and runner are compared, whichever came first."""
     trace = folder / "trace.jsonl"
     trace.unlink(missing_ok=True)
     eviction = ["--kv-eviction", "h2o", "--kv-eviction-trace", str(trace), "--kv-eviction-budget"]
@@ -95,9 +98,14 @@ def _faults(case: Case, model: str, folder: Path) -> list[str]:
         faults.append(f"other tokens in the answers {different}")
     if _evicted_pages(trace):
         faults.append(f"{_evicted_pages(trace)} pages evicted with a budget that no prompt reaches")
-    tight, usage = _answers(case, model, [*eviction, str(TIGHT_BUDGET_TOKENS)], folder)
+    every_token = ["--kv-eviction-score-every", "1"]
+    tight, usage = _answers(case, model, [*eviction, str(TIGHT_BUDGET_TOKENS), *every_token], folder)
     if not _evicted_pages(trace):
         faults.append(f"nothing evicted with a budget of {TIGHT_BUDGET_TOKENS} tokens")
+    found = _scores_of_last_prompt(trace)
+    expected = scores.setdefault((case.backend, case.runner), found)
+    if not found or not same_scores(found, expected):
+        faults.append(f"attention scores {found}, with CUDA graphs the other way {expected}")
     if any(len(answer) != ANSWER_TOKENS for answer in tight):
         faults.append("an answer is not complete")
     if usage != 0:
@@ -122,13 +130,13 @@ def _answers(case: Case, model: str, options: Sequence[str], folder: Path) -> tu
     return answers, usage
 
 
-def _prompts() -> list[str]:
-    """Public text that lies at hand: about 60, 600 and 2400 tokens."""
+def _prompts() -> list[str | list[int]]:
+    """Public text that lies at hand, about 60, 600 and 2400 tokens; and one that only its answer takes over budget."""
     text = (ROOT / "LICENSE").read_text()
-    return [text[:length] + QUESTION for length in (250, 2500, 10500)]
+    return [*(text[:length] + QUESTION for length in (250, 2500, 10500)), list(range(1000, 1000 + SHORT_OF_BUDGET))]
 
 
-def _complete(url: str, prompt: str) -> list[int]:
+def _complete(url: str, prompt: str | list[int]) -> list[int]:
     wish = {
         "model": "check",
         "prompt": prompt,
@@ -144,8 +152,27 @@ def _complete(url: str, prompt: str) -> list[int]:
         return json.load(response)["choices"][0]["token_ids"]
 
 
+def _evictions(trace: Path) -> list[dict]:
+    return [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
+
+
 def _evicted_pages(trace: Path) -> int:
-    return sum(len(json.loads(line)["pages"]) for line in trace.read_text().splitlines()) if trace.exists() else 0
+    return sum(len(eviction["pages"]) for eviction in _evictions(trace))
+
+
+def _scores_of_last_prompt(trace: Path) -> Scores:
+    """Attention scores of its pages when the first of them went: of all its prompt, and of 64 decoded tokens."""
+    evictions = _evictions(trace)
+    of_last = [e for e in evictions if e["request"] == evictions[-1]["request"]]
+    return of_last[0]["scores"]["attention"] if of_last else []
+
+
+def same_scores(found: Scores, expected: Scores) -> bool:
+    """Up to rounding: page by page within 5 % of the highest; a page that nobody has judged is None in both."""
+    tolerance = 0.05 * max((abs(score) for score in expected if score is not None), default=0.0)
+    return len(found) == len(expected) and all(
+        a is b if a is None or b is None else abs(a - b) <= tolerance for a, b in zip(found, expected, strict=True)
+    )
 
 
 if __name__ == "__main__":

@@ -5,9 +5,6 @@ Real engines and real metadata builders, with the CUDA ops alone replaced (`cuda
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 from tests.engine import checks
 from tests.engine.harness import random_prompt
 from tests.models.tiny import tiny_mqa
+from tests.triton import children
 from tests.triton.builders_child import Case, Evidence
 from tests.triton.cuda_ops import AMPERE, HOPPER, Call
 
@@ -65,19 +63,10 @@ def case(name: str, model: Path, folder: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory) -> dict[str, Evidence | str]:
-    """All cases, one after the other in one child process."""
     folder = tmp_path_factory.mktemp("builders")
-    model = tiny_mqa(folder / "model")
-    (folder / "cases").write_bytes(pickle.dumps([case(name, model, folder) for name in (*CASES, "split")]))
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.triton.builders_child", folder / "cases", folder / "evidence"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    return dict(zip((*CASES, "split"), pickle.loads((folder / "evidence").read_bytes()), strict=True))
+    model, names = tiny_mqa(folder / "model"), [*CASES, "split"]
+    cases = [case(name, model, folder) for name in names]
+    return dict(zip(names, children.run("tests.triton.builders_child", folder, cases), strict=True))
 
 
 @pytest.fixture(params=CASES)

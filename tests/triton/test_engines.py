@@ -6,9 +6,6 @@ short, since the interpreter needs a tenth of a second per layer and step.
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import pytest
 from tests.engine import checks
 from tests.engine.harness import Run, random_prompt
 from tests.models.tiny import tiny
+from tests.triton import children
 from tests.triton.child import RUNNERS, Scenario
 
 P = 16
@@ -76,19 +74,9 @@ def scenario(folder: Path, runner: str, case: str) -> Scenario:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[tuple[str, str], Run]:
-    """All cases, one after the other in one child process."""
     folder = tmp_path_factory.mktemp("engines")
     scenarios = [scenario(folder, *case) for case in CASES]
-    (folder / "scenarios").write_bytes(pickle.dumps(scenarios))
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.triton.child", folder / "scenarios", folder / "runs"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    return dict(zip(CASES, pickle.loads((folder / "runs").read_bytes()), strict=True))
+    return dict(zip(CASES, children.run("tests.triton.child", folder, scenarios), strict=True))
 
 
 @pytest.fixture(params=CASES, ids="-".join)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +14,10 @@ pytest.importorskip("xformers", reason="no xFormers here")
 from tests.engine import checks
 from tests.engine.harness import Run, random_prompt
 from tests.models.tiny import tiny_mqa, tiny_swa
+from tests.triton import children
 from tests.triton.child import RUNNERS, Scenario
 from tests.triton.xformers_cases import CASES
 from tests.triton.xformers_compile import compiled, launched_with
-
-ROOT = Path(__file__).parents[2]
-
-
-def child(*arguments: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
 
 # ---- one layer, one step ---------------------------------------------------------------------------
 
@@ -35,7 +25,9 @@ def child(*arguments: object) -> None:
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> dict[str, dict[str, float]]:
     path = tmp_path_factory.mktemp("xformers") / "errors"
-    child("tests.triton.xformers_cases", path)
+    command = [sys.executable, "-m", "tests.triton.xformers_cases", str(path)]
+    done = subprocess.run(command, cwd=children.ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(path.read_text())
 
 
@@ -109,9 +101,8 @@ def runs(tmp_path_factory) -> dict[tuple[str, str], Run]:
     folder = tmp_path_factory.mktemp("xformers")
     tiny_mqa(folder / "mqa")
     tiny_swa(folder / "swa", window_tokens=2 * P, num_layers=2)
-    (folder / "scenarios").write_bytes(pickle.dumps([scenario(folder, *engine) for engine in ENGINES]))
-    child("tests.triton.child", folder / "scenarios", folder / "runs")
-    return dict(zip(ENGINES, pickle.loads((folder / "runs").read_bytes()), strict=True))
+    scenarios = [scenario(folder, *engine) for engine in ENGINES]
+    return dict(zip(ENGINES, children.run("tests.triton.child", folder, scenarios), strict=True))
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids="-".join)
@@ -143,7 +134,7 @@ def test_both_runners_say_the_same(runs, policy):
 
 def fresh(code: str) -> str:
     """What a new interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=children.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
