@@ -18,7 +18,7 @@ from tests.models.tiny import VOCAB_TOKENS, tiny
 from tests.oracle.trace import read_rebases, read_trace
 from tests.serve.server import Server
 
-pytestmark = [pytest.mark.serve, pytest.mark.slow]
+pytestmark = pytest.mark.serve
 
 P = 32  # tokens in a page
 # The first ends below the budget of four pages, the others evict in prefill and while they answer.
@@ -86,6 +86,7 @@ def alone(model, tmp_path_factory):
 TWO_RANKS = ("--tensor-parallel-size", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "h2o-keydiff"])
 def test_two_tensor_parallel_ranks_decide_as_one(model, alone, tmp_path, policy):
     with serving(model, tmp_path, policy, *TWO_RANKS, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
@@ -95,6 +96,7 @@ def test_two_tensor_parallel_ranks_decide_as_one(model, alone, tmp_path, policy)
     assert [bool(lines) for _, lines in found.values()] == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks_move_the_same_pages(tmp_path):
     """Each turns the keys of its own heads; a model of eight pages, which two of the requests pass."""
     model = tiny(tmp_path / "short", max_positions=8 * P)
@@ -110,7 +112,7 @@ def test_two_tensor_parallel_ranks_move_the_same_pages(tmp_path):
     assert found["one"] == found["two"]
 
 
-@pytest.mark.parametrize("kv_head", [0, 1])
+@pytest.mark.parametrize("kv_head", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_heavy_hitter_that_one_rank_sees(tmp_path, kv_head):
     """KV head 1 lives on rank 1, which tells nobody but through the sum over ranks."""
     heavy_page, num_tokens = 2, 9 * P
@@ -124,6 +126,7 @@ def test_a_heavy_hitter_that_one_rank_sees(tmp_path, kv_head):
     assert all(heavy_page in line.resident for line in lines if line.num_computed_tokens > (heavy_page + 1) * P)
 
 
+@pytest.mark.slow
 def test_two_api_servers(model, alone, tmp_path):
     """The flag is known in both, the one engine evicts, and its metrics are whole whichever of them is asked."""
     with serving(model, tmp_path, "h2o", "--api-server-count", "2") as server:
@@ -150,6 +153,7 @@ def test_two_api_servers(model, alone, tmp_path):
             assert server.metric("vllm:kv_eviction_logical_tokens") == 0
 
 
+@pytest.mark.slow
 def test_two_data_parallel_engines(model, alone, tmp_path):
     """Each engine evicts for its own requests, with the other at work beside it."""
     with serving(model, tmp_path, "h2o", "--data-parallel-size", "2") as server:
