@@ -184,6 +184,29 @@ def test_every_import_is_in_the_table():
     assert unknown == {("vllm.platforms", "current_platform")}, "made by __getattr__; its class is in the table"
 
 
+def test_what_is_read_off_an_imported_module_is_in_the_table():
+    """`envs.VLLM_...`, `selector._cached_get_attn_backend`: names that no import statement has."""
+    modules = {hook.module for hook in HOOKS}
+    read = set()
+    for tree in ENGINE:
+        nodes = list(ast.walk(tree))
+        imported = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if f"{node.module}.{alias.name}" in modules
+        }
+        read |= {
+            (imported[node.value.id], node.attr)
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported
+        }
+    assert {module for module, _ in read} >= {"vllm.envs", "vllm.v1.attention.selector"}
+    ours = {("vllm.engine.arg_utils", "register_engine_args_plugin")}  # in a vLLM with our patch
+    assert read - KNOWN == ours
+
+
 def test_every_overridden_method_is_in_the_table():
     called = {
         node.attr

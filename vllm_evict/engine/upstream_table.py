@@ -467,7 +467,7 @@ CONFIG = (
     ),
     Hook("vllm.config", "CompilationConfig", has=("static_forward_context",)),
     Hook("vllm.platforms.interface", "Platform", has=_words("is_cpu get_device_name")),
-    *_names("vllm.envs", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
+    *_names("vllm.envs", "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
 )
 
 READ = {
