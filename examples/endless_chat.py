@@ -13,10 +13,12 @@ answers HTTP 400 as soon as that is longer than the model.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -39,6 +41,8 @@ def main() -> int:
     parser.add_argument("--url", help="a server that runs already (default: start one)")
     parser.add_argument("--model", default=MODEL_NAME, help="its model")
     args = parser.parse_args()
+    if args.url and args.model_tokens:
+        parser.error("--model-tokens is for the server that this script starts; leave it out beside --url")
     if args.url:
         chat(args.url, args.model, args.turns, args.answer_tokens)
         return 0
@@ -93,7 +97,16 @@ def chat(url: str, model: str, num_turns: int, answer_tokens: int) -> None:
         )
         if not said.strip():
             raise RuntimeError(f"turn {turn} was not answered")
-    print(f"{num_turns} turns answered")
+    print(f"{num_turns} turns answered, positions moved {num_rebases(url)} times")
+
+
+def num_rebases(url: str) -> int:
+    """How often the server has moved a request's positions down, by its own count."""
+    with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=30) as answer:
+        metrics = answer.read().decode()
+    return sum(
+        int(float(n)) for n in re.findall(r"^vllm:kv_eviction_rebases_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+    )
 
 
 if __name__ == "__main__":

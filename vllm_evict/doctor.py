@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import logging
 import os
 import platform
 import sys
+from collections.abc import Iterator
 
 Line = tuple[str, bool | None, str]  # what was looked at; False is a fault, None is for information; what was found
 
@@ -31,12 +33,10 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None and args.model.startswith("-"):
         print("vllm-evict doctor: error: name a MODEL before its options", file=sys.stderr)
         return 2
-    # vLLM's log would stand between the lines of the report; what matters is in them.
-    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(level.upper())
-    findings = [*_versions(), *_plugin()]
-    if all(good is not False for _, good, _ in findings):
-        findings += _checkup(args.model, args.extra)
+    with _without_log():
+        findings = [*_versions(), *_plugin()]
+        if all(good is not False for _, good, _ in findings):
+            findings += _checkup(args.model, args.extra)
     well = all(good is not False for _, good, _ in findings)
     if args.json:
         report = [{"name": name, "good": good, "detail": detail} for name, good, detail in findings]
@@ -45,6 +45,18 @@ def run(args: argparse.Namespace) -> int:
         for name, good, detail in findings:
             print(f"{ {True: 'ok ', False: 'BAD', None: '   '}[good] }  {name:<18} {detail}")
     return 0 if well else 1
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """vLLM's log would stand between the lines of the report; what matters is in them. Who asked for it gets it."""
+    disabled = logging.root.manager.disable
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
 
 
 def _versions() -> list[Line]:

@@ -1,6 +1,7 @@
 """Prefix hits, shared pages and what may be offered to others (invariants 3 and 4)."""
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
 
 from tests.bookkeeping.harness import PAGE_TOKENS, Bench
 from vllm_evict.pages import pages_for
@@ -167,6 +168,41 @@ def test_a_long_hit_takes_only_the_pages_it_keeps(bench):
     assert {ids[page] for page in (0, 6, 7, 8)} < taken and len(taken) == 5
     assert [run.pool.blocks[ids[page]].ref_cnt for page in range(9)] == [1, 0, 0, 0, 0, 0, 1, 1, 1]
     run.run()
+
+
+class NullBlockCounted(BlockPool):
+    """As in vLLM 0.32: `touch` counts the null block, too."""
+
+    def touch(self, blocks):
+        super().touch([block for block in blocks if not block.is_null])
+        self.null_block.ref_cnt += sum(block.is_null for block in blocks)
+
+
+class NullBlockLeftAlone(BlockPool):
+    """As in vLLM 0.33, which neither counts it nor gives it back."""
+
+    def touch(self, blocks):
+        super().touch([block for block in blocks if not block.is_null])
+
+    def free_blocks(self, ordered_blocks):
+        super().free_blocks([block for block in ordered_blocks if not block.is_null])
+
+
+@pytest.mark.parametrize("pool_class", [NullBlockCounted, NullBlockLeftAlone])
+def test_holes_of_a_hit_are_not_counted_on_the_null_block(bench, pool_class):
+    """Whether vLLM's `touch` counts them or not; the harness looks after every step."""
+    run = bench()
+    run.pool.__class__ = pool_class
+    before = run.pool.null_block.ref_cnt
+    run.add("a", 37, 1)
+    run.run()
+    for name in ("b", "c"):
+        run.add(name, [*run.prompts["a"][:36], 7], 9)
+        run.step()
+        assert run.drawn(name) == "o.....oooo"
+        assert run.pool.null_block.ref_cnt == before >= 0
+    run.run()
+    assert run.pool.null_block.ref_cnt == before
 
 
 @each_policy

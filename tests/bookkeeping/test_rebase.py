@@ -68,6 +68,7 @@ def test_one_stream(stock_config, policy, async_scheduling):
     run.add("a", 90, 100)
     run.run(max_steps=2000)
     assert run.num_rebases >= 8 and len(run.finished["a"]) == 100
+    assert run.manager.stats.take_report(P)["rebases"] == run.num_rebases
 
 
 @SYNC_AND_ASYNC

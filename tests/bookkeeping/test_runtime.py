@@ -6,18 +6,19 @@ another page or with another request is seen.
 
 import copy
 import random
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from tests.bookkeeping.harness import PAGE_TOKENS, Bench, score_of
 from vllm_evict.engine.decode_mass import DecodeMass
 from vllm_evict.engine.messages import report_of
 from vllm_evict.engine.rows import RowBuffers
-from vllm_evict.engine.runtime import EvictionRuntime
+from vllm_evict.engine.runtime import EvictionRuntime, ScoredOutput, StepScores
 
 NUM_LAYERS = 3
 
@@ -297,6 +298,47 @@ def test_vllm_s_shared_empty_output_is_not_written_to(stock_config):
     attached = run.runtime.end_step(EMPTY_MODEL_RUNNER_OUTPUT)
     assert report_of(attached).scores.keys() == {"a"}
     assert report_of(EMPTY_MODEL_RUNNER_OUTPUT) is None and isinstance(attached, ModelRunnerOutput)
+
+
+# ---- what vLLM 0.33 asks of an output that is not there yet ----
+
+
+class AsyncModelRunnerOutput33(AsyncModelRunnerOutput):
+    """As in vLLM 0.33, where it has a second abstract method."""
+
+    @abstractmethod
+    def get_kv_connector_output(self): ...
+
+
+class FailedOutput(AsyncModelRunnerOutput33):
+    """The step is lost; what its connector has moved is not."""
+
+    def __init__(self, kv_connector_output):
+        self.kv_connector_output = kv_connector_output
+
+    def get_output(self):
+        raise RuntimeError("a rank timed out")
+
+    def get_kv_connector_output(self):
+        return self.kv_connector_output
+
+
+class ScoredOutput33(ScoredOutput, AsyncModelRunnerOutput33):
+    """Ours, where it is asked for both."""
+
+
+@pytest.mark.parametrize("moved", [KVConnectorOutput(finished_sending={"a"}), None], ids=["moved", "nothing moved"])
+def test_what_the_connector_moved_outlives_a_failed_step(moved):
+    output = ScoredOutput33(FailedOutput(moved), StepScores([]), runtime=None)
+    with pytest.raises(RuntimeError, match="timed out"):
+        output.get_output()
+    assert output.get_kv_connector_output() is moved
+
+
+@pytest.mark.parametrize("moved", [KVConnectorOutput(finished_sending={"a"}), None], ids=["moved", "nothing moved"])
+def test_what_the_connector_moved_is_read_off_an_output_that_is_there(moved):
+    plain = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=moved)
+    assert ScoredOutput33(plain, StepScores([]), runtime=None).get_kv_connector_output() is moved
 
 
 # ---- keys ----

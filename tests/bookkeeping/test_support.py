@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from tests.models.tiny import tiny_swa
 from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError
+from vllm_evict.engine import support
 from vllm_evict.engine.attention.metadata import ResidentPagesBuilderMixin
 from vllm_evict.engine.configure import config_of, enable, requested_config
 from vllm_evict.engine.plugin import register
@@ -244,6 +245,15 @@ def test_who_scores_is_refused_where_every_stage_decides():
 def test_ray_s_default_executor_goes_through_the_worker(monkeypatch):
     monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
     check_supported(fake({"parallel_config.distributed_executor_backend": "ray"}), EvictionConfig(policy="h2o"))
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["0.32", "0.33"])
+def test_ray_s_executor_of_0_33_has_no_variable(monkeypatch, is_known):
+    """There, compiled graphs are gone; with 0.32 they are refused when asked for."""
+    variables = SimpleNamespace(**{"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False} if is_known else {})
+    monkeypatch.setattr(support, "envs", variables)
+    refusal = refusal_of("compiled graphs")
+    assert refusal.applies(fake({"parallel_config.distributed_executor_backend": "ray"})) is is_known
 
 
 # ---- versions (C49) ----

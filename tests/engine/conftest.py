@@ -12,6 +12,7 @@ _ENVIRONMENT = {
     # No binding and one thread: these models are tiny, and threads that spin on shared cores cost a factor of ten.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",  # some tests read the log
 }
 
 
@@ -19,12 +20,16 @@ _ENVIRONMENT = {
 def engine_environment():
     """For this package only: other tests start servers, which inherit the environment."""
     import torch
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
 
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     threads = torch.get_num_threads()
     os.environ.update(_ENVIRONMENT)
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")  # vLLM's sampler compiles even under enforce_eager
+    # As the first engine of a process does, who drops the handlers that a test may have added before.
+    configure_logging_if_needed(LoggingConfig())
     yield
     torch.compiler.set_stance("default")
     torch.set_num_threads(threads)

@@ -35,4 +35,5 @@ def test_every_turn_is_answered(tmp_path, num_turns, answer_tokens):
     tokens = [total for _, total, _ in turns]
     assert tokens == sorted(tokens) and tokens[-1] > 1.1 * MODEL_TOKENS
     assert all(held <= BUDGET_TOKENS + PAGE_TOKENS for _, _, held in turns)
-    assert f"{num_turns} turns answered" in said
+    num_rebases = int(re.search(rf"{num_turns} turns answered, positions moved (\d+) times", said)[1])
+    assert num_rebases > 0

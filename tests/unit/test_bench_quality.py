@@ -16,7 +16,7 @@ from tests.oracle.keys import key_difference
 from tests.oracle.mass import distant_mean, page_mass
 from tests.oracle.visibility import Eviction, visibility_mask
 from vllm_evict import cli
-from vllm_evict.bench import text
+from vllm_evict.bench import stream_quality, text
 from vllm_evict.bench.quality.cases import contexts
 from vllm_evict.bench.quality.command import methods
 from vllm_evict.bench.quality.replay import ATTENTION, Replay, Row
@@ -140,3 +140,46 @@ def test_the_novels_are_read_from_r_s_own_format():
     objects = [strings("EMMA", "", "Chapter I: naïve"), strings("one line")]
     database = b"".join(struct.pack(">i", len(o)) + zlib.compress(o) for o in objects)
     assert text._books(database) == ["EMMA\n\nChapter I: naïve", "one line"]
+
+
+# ---- which text it was ----
+
+REFERENCE = "the Python language reference"
+
+
+@pytest.fixture
+def without_novels(monkeypatch, tmp_path):
+    """No copy is kept, none is installed, and none can be downloaded."""
+    monkeypatch.setattr(text, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(text, "_IN_PACKAGE", "no/such/file")
+    monkeypatch.setattr(text, "_download", lambda: None)
+
+
+def test_a_text_is_named_for_what_was_read(without_novels, monkeypatch, tmp_path):
+    assert text.chosen_text(None) == (REFERENCE, text.real_text())
+    mine = tmp_path / "mine.txt"
+    mine.write_text("some words")
+    assert text.chosen_text(str(mine)) == ("mine.txt", "some words")
+    kept = tmp_path / "cache" / "novels.txt"
+    kept.parent.mkdir()
+    kept.write_text("of novels")
+    assert text.chosen_text(None) == ("six novels by Jane Austen (Debian r-cran-janeaustenr)", "of novels")
+
+
+def test_stream_quality_says_what_it_read(without_novels, folder, tmp_path, monkeypatch, capsys):
+    """Printed and in every file: the text that the engine was given."""
+    read = []
+
+    def measured(model, text, name, eviction, settings):
+        read.append(text)
+        return [25.0, 26.0]
+
+    monkeypatch.setattr(stream_quality, "_measured", measured)
+    output = tmp_path / "out"
+    assert cli.main(["bench", "stream-quality", "--model", str(folder), "--output", str(output)]) == 0
+    files = list(output.glob("*.json"))
+    assert len(files) == len(read) == len(stream_quality.methods(1024))
+    assert set(read) == {text.real_text()}
+    assert {json.loads(file.read_text())["settings"]["text"] for file in files} == {REFERENCE}
+    printed = capsys.readouterr().out
+    assert REFERENCE in printed and "novels" not in printed

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -86,6 +87,31 @@ def test_vllm_missing(healthy, monkeypatch, capsys):
     monkeypatch.setattr(importlib.metadata, "version", without_vllm)
     status, found = report(capsys)
     assert status == 1 and found["vllm"]["good"] is False
+
+
+@pytest.mark.parametrize(("level", "heard"), [(None, ["ERROR"]), ("INFO", ["INFO", "WARNING", "ERROR"])])
+def test_the_log_is_out_of_the_way_and_afterwards_as_it_was(healthy, monkeypatch, level, heard):
+    """Unless a level was asked for. Whoever uses vLLM next in this process finds its log as it was."""
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    if level:
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+    logger, records = logging.getLogger("vllm.some.module"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+    def noisy_checkup(*_):
+        for name in ("INFO", "WARNING", "ERROR"):
+            logger.log(getattr(logging, name), "%s line", name)
+        return []
+
+    monkeypatch.setattr(doctor, "_checkup", noisy_checkup)
+    before = os.environ.copy(), logging.getLogger("vllm").level, logging.root.manager.disable
+    assert cli.main(["doctor"]) == 0
+    logger.removeHandler(handler)
+    assert [record.levelname for record in records] == heard
+    assert (os.environ.copy(), logging.getLogger("vllm").level, logging.root.manager.disable) == before
 
 
 def test_options_without_a_model(capsys):

@@ -1,6 +1,7 @@
 """The table of what we rely on in vLLM: complete, true of the installed one, and able to tell another one."""
 
 import ast
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 import vllm_evict
 from vllm_evict.engine.upstream import Upstream
-from vllm_evict.engine.upstream_table import HOOKS
+from vllm_evict.engine.upstream_table import HOOKS, Hook
 
 ENGINE = [ast.parse(path.read_text()) for path in (Path(vllm_evict.__file__).parent / "engine").rglob("*.py")]
 KNOWN = {(hook.module, hook.name.split(".")[0]) for hook in HOOKS}
@@ -122,9 +123,51 @@ def test_a_changed_body_is_to_be_read_again(installed, tmp_path):
     assert [line.split(":")[0] for line in upstream.changed(hooks)] == ["vllm.v1.core.block_pool.BlockPool.touch"]
 
 
+def test_a_body_may_be_any_of_those_that_were_read(installed):
+    upstream, touch = Upstream(installed), Hook("vllm.v1.core.block_pool", "BlockPool.touch")
+    other, here = "0" * 12, upstream.fingerprint(touch)
+    for bodies, num_changed in ((here, 0), (f"{here} {other}", 0), (f"{other} {here}", 0), (f"{other} {other}", 1)):
+        assert len(upstream.changed((replace(touch, body=bodies),))) == num_changed
+
+
 def test_a_changed_comment_is_not(installed, tmp_path):
     folder = altered(installed, tmp_path, "v1/core/sched/scheduler.py", "# NOTE(woosuk)", "# Note (woosuk)")
     assert Upstream(folder).changed(tuple(hook for hook in HOOKS if "sched.scheduler" in hook.module)) == []
+
+
+@pytest.mark.parametrize("module", ["vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args"])
+@pytest.mark.parametrize(("defined", "faults"), [("make_arg_parser", 0), ("make_parser", 1)])
+def test_the_parser_of_vllm_serve_is_found_where_it_is_defined(tmp_path, module, defined, faults):
+    """In `launchers` up to vLLM 0.32, in `common` from 0.33 on; `vllm serve` imports it from there."""
+    for name, text in (
+        (module, f"def {defined}(parser): ..."),
+        ("vllm.entrypoints.cli.serve", f"from {module} import make_arg_parser"),
+    ):
+        file = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    hooks = tuple(hook for hook in HOOKS if hook.name == "make_arg_parser")
+    assert len(hooks) == 1
+    assert Upstream(tmp_path).mismatches(hooks) == [f"{hook}: no make_arg_parser" for hook in hooks][:faults]
+
+
+def test_an_output_that_is_not_there_yet_may_ask_for_both_methods(tmp_path):
+    """The second one is new in vLLM 0.33. Another one still is a fault."""
+    (tmp_path / "vllm/v1").mkdir(parents=True)
+    methods = {
+        name: f"    @abstractmethod\n    def {name}(self): ...\n"
+        for name in ("get_output", "get_kv_connector_output", "get_moved")
+    }
+    hooks = tuple(hook for hook in HOOKS if hook.name == "AsyncModelRunnerOutput")
+    for names, num_faults in (
+        (("get_output",), 0),
+        (("get_output", "get_kv_connector_output"), 0),
+        (("get_output", "get_moved"), 1),
+    ):
+        body = "".join(methods[name] for name in names)
+        (tmp_path / "vllm/v1/outputs.py").write_text(f"class AsyncModelRunnerOutput(ABC):\n{body}")
+        faults = Upstream(tmp_path).mismatches(hooks)
+        assert faults == [f"{hooks[0]}: is abstract without get_moved, which we do not define"][:num_faults]
 
 
 def test_every_import_is_in_the_table():
@@ -139,6 +182,29 @@ def test_every_import_is_in_the_table():
     assert len(imported) > 50
     unknown = {(module, name) for module, name in imported - KNOWN if f"{module}.{name}" not in modules}
     assert unknown == {("vllm.platforms", "current_platform")}, "made by __getattr__; its class is in the table"
+
+
+def test_what_is_read_off_an_imported_module_is_in_the_table():
+    """`envs.VLLM_...`, `selector._cached_get_attn_backend`: names that no import statement has."""
+    modules = {hook.module for hook in HOOKS}
+    read = set()
+    for tree in ENGINE:
+        nodes = list(ast.walk(tree))
+        imported = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if f"{node.module}.{alias.name}" in modules
+        }
+        read |= {
+            (imported[node.value.id], node.attr)
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported
+        }
+    assert {module for module, _ in read} >= {"vllm.envs", "vllm.v1.attention.selector"}
+    ours = {("vllm.engine.arg_utils", "register_engine_args_plugin")}  # in a vLLM with our patch
+    assert read - KNOWN == ours
 
 
 def test_every_overridden_method_is_in_the_table():

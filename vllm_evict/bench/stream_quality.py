@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm_evict.bench.model_facts import embedded_model, kv_bytes_per_token
 from vllm_evict.bench.report import machine_facts, markdown_table
+from vllm_evict.bench.text import chosen_text
 
 PAGE_TOKENS = 32
 CHUNK_TOKENS = 512
@@ -51,6 +52,7 @@ def methods(budget: int) -> dict[str, dict[str, Any]]:
 def run(args: argparse.Namespace) -> int:
     model = args.model or str(embedded_model())
     args.output.mkdir(parents=True, exist_ok=True)
+    what_it_is, text = chosen_text(args.text)
     settings = {
         "model": Path(model).name,
         "tokens": args.tokens,
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "budget": args.budget,
         "dtype": args.dtype,
         "chunk": CHUNK_TOKENS,
-        "text": args.text or "novels",
+        "text": what_it_is,
     }
     perplexities: dict[str, list[float]] = {}
     for name, eviction in methods(args.budget).items():
@@ -66,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
         known = json.loads(path.read_text()) if path.exists() else {}
         if known.get("settings") != settings:
             start = time.monotonic()
-            context = multiprocessing.get_context("spawn")
-            with context.Pool(1) as process:  # an engine in a process of its own: it gives its memory back
-                losses = process.apply(_losses, (model, args.text, name, eviction, settings))
+            losses = _measured(model, text, name, eviction, settings)
             known = {"settings": settings, "seconds": time.monotonic() - start, "perplexity": losses}
             path.write_text(json.dumps(known) + "\n")
             print(f"  {name}: {known['seconds']:.0f} s", file=sys.stderr, flush=True)
@@ -86,20 +86,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _losses(
-    model: str, text_path: str | None, name: str, eviction: dict[str, Any], settings: dict[str, Any]
-) -> list[float]:
-    """Perplexity of each stretch."""
+def _measured(model: str, text: str, name: str, eviction: dict[str, Any], settings: dict[str, Any]) -> list[float]:
+    """Perplexity of each stretch, by an engine in a process of its own: it gives its memory back."""
+    with multiprocessing.get_context("spawn").Pool(1) as process:
+        return process.apply(_losses, (model, text, name, eviction, settings))
+
+
+def _losses(model: str, text: str, name: str, eviction: dict[str, Any], settings: dict[str, Any]) -> list[float]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
-    from vllm_evict.bench.text import novels, real_text
-
     num_tokens, stretch, budget = settings["tokens"], settings["stretch"], settings["budget"]
-    text = real_text(text_path) if text_path else novels()[1]
     # Six characters a token and more to spare: the whole of the novels takes a while.
     tokens = AutoTokenizer.from_pretrained(model)(text[: 10 * num_tokens], add_special_tokens=False, verbose=False)
     tokens = tokens.input_ids[:num_tokens]

@@ -27,6 +27,11 @@ def real_text(path: str | None = None) -> str:
     return "\n\n".join(topics.values())
 
 
+def chosen_text(path: str | None) -> tuple[str, str]:
+    """(what it is, the text in `path`), or `novels`."""
+    return (Path(path).name, real_text(path)) if path else novels()
+
+
 def novels() -> tuple[str, str]:
     """(what it is, four million characters of novels), or `real_text` where Debian's package is out of reach."""
     kept = cache_dir() / "novels.txt"

@@ -153,7 +153,9 @@ class EvictingBlockManager(FullAttentionManager):
                 pages.awaits_scores = True
                 pages.num_pages_asked = pages.num_pages
                 wanted[request_id] = self._requests[request_id].num_preemptions
-        return EvictionUpdate(holes, wanted, self._positions.take() if self._positions is not None else {})
+        rebases = self._positions.take() if self._positions is not None else {}
+        self.stats.rebased(len(rebases))
+        return EvictionUpdate(holes, wanted, rebases)
 
     def _may_be_relieved(self) -> set[str]:
         """Requests that may soon have to give up pages to others, and have grown a page since they were last scored."""
@@ -354,17 +356,19 @@ class EvictingBlockManager(FullAttentionManager):
         """Adopt a prefix hit; one that is longer than the budget comes with its holes."""
         prior = self._prior_of(request_id, new_computed_blocks)
         plan = self._plan_hit(request_id, new_computed_blocks, num_local_computed_tokens)
+        null_ref_cnt = self._null_block.ref_cnt
         super().add_local_computed_blocks(
             request_id,
             self._without(new_computed_blocks, plan),
             num_local_computed_tokens,
             num_external_computed_tokens,
         )
+        # Holes are not given back one by one. touch() counts them in vLLM 0.32, and leaves them alone in 0.33.
+        self._null_block.ref_cnt = null_ref_cnt
         self._grow(request_id)
         pages = self._pages[request_id]
         pages.scores = prior
         if plan:
-            self._null_block.ref_cnt -= len(plan.pages)  # vLLM's touch() has counted the holes
             view = pages.view(num_local_computed_tokens, num_local_computed_tokens)
             self._record_holes(self._requests[request_id], view, plan, reason="budget", num_freed=0)
 

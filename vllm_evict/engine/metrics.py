@@ -33,6 +33,7 @@ class EvictionMetrics:
         self.evicted_pages = counter("evicted_pages", "Pages taken from requests.", "policy", "reason")
         self.freed_pages = counter("freed_pages", "Evicted pages that went back to the pool (nobody shared them).")
         self.preemptions_saved = counter("preemptions_saved", "Times that pages over the floor spared a preemption.")
+        self.rebases = counter("rebases", "Times that the positions of a request's pages were moved down.")
         self.score_seconds = counter("score_seconds", "Seconds that workers spent on measuring pages.")
         self.refused = counter("refused_requests", "Requests refused: wishes not allowed, or never to be held.")
         self.resident = gauge("resident_tokens", "Tokens' worth of pages that running requests hold.")
@@ -56,6 +57,7 @@ class EvictionMetrics:
         self.logical.labels(*labels).set(report["logical_tokens"])
         self.freed_pages.labels(*labels).inc(report.get("freed", 0))
         self.preemptions_saved.labels(*labels).inc(report.get("preemptions_saved", 0))
+        self.rebases.labels(*labels).inc(report.get("rebases", 0))
         self.score_seconds.labels(*labels).inc(report.get("score_seconds", 0))
 
     def refuse(self) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_evict.config import EvictionConfig
 from vllm_evict.engine.decode_mass import DecodeMass
@@ -332,3 +332,9 @@ class ScoredOutput(AsyncModelRunnerOutput):
         if isinstance(output, AsyncModelRunnerOutput):
             output = output.get_output()
         return self._runtime.attach(self._scores, output)
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """Of the wrapped output: what vLLM 0.33 saves of a step when ``get_output`` fails. 0.32 does not ask."""
+        if isinstance(self._output, AsyncModelRunnerOutput):
+            return self._output.get_kv_connector_output()
+        return self._output.kv_connector_output

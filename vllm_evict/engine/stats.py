@@ -47,6 +47,10 @@ class EvictionStats:
         """A running request got its pages from others instead of being preempted (or preempting)."""
         self._new["preemptions_saved"] += 1
 
+    def rebased(self, num_requests: int) -> None:
+        """So many requests had their positions moved down."""
+        self._new["rebases"] += num_requests
+
     def scored(self, seconds: float) -> None:
         """The workers spent ``seconds`` on measuring pages."""
         self._new["score_seconds"] += seconds

@@ -210,7 +210,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "Ray's compiled graphs (--distributed-executor-backend ray, VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)",
-        lambda c: c.parallel_config.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+        lambda c: (
+            c.parallel_config.distributed_executor_backend == "ray"
+            and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)  # gone in vLLM 0.33, with that executor
+        ),
         "they call the model runner past the worker, which would not hear of pages that are gone",
         "unset the variable, or use --distributed-executor-backend mp",
     ),

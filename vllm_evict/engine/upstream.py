@@ -92,7 +92,7 @@ class Upstream:
         return [
             f"{hook}: not as it was read ({fingerprint})"
             for hook in hooks
-            if hook.body is not None and (fingerprint := self.fingerprint(hook)) != hook.body
+            if hook.body is not None and (fingerprint := self.fingerprint(hook)) not in hook.body.split()
         ]
 
     def fingerprint(self, hook: Hook) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_evict.bench.model_facts import embedded_model
+from vllm_evict.bench.text import chosen_text
 from vllm_evict.config import EvictionConfig
 from vllm_evict.scores.aggregate import SCORE_KINDS
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_evict.bench.report import machine_facts
 
     model_path = args.model or str(embedded_model())
-    settings = _settings(args, model_path, _text(args.text)[0])
+    settings = _settings(args, model_path, chosen_text(args.text)[0])
     args.output.mkdir(parents=True, exist_ok=True)
     paths = {number: args.output / f"stretch-{number}.json" for number in range(settings["stretches"])}
     missing = [number for number, path in paths.items() if not _is_done(path, settings)]
@@ -88,12 +89,6 @@ def run(args: argparse.Namespace) -> int:
     if len(done) < len(paths):
         print(f"{len(done)} of {len(paths)} stretches: run the same command again to go on", file=sys.stderr)
     return 0
-
-
-def _text(path: str | None) -> tuple[str, str]:
-    from vllm_evict.bench.text import novels, real_text
-
-    return (Path(path).name, real_text(path)) if path else novels()
 
 
 def _settings(args: argparse.Namespace, model_path: str, text_name: str) -> dict[str, Any]:
@@ -168,7 +163,7 @@ def _load(model_path: str, dtype: str, text_path: str | None):
     model = AutoModelForCausalLM.from_pretrained(
         model_path, attn_implementation=ATTENTION, dtype=getattr(torch, dtype)
     ).eval()
-    text = _text(text_path)[1]
+    text = chosen_text(text_path)[1]
     return model, AutoTokenizer.from_pretrained(model_path)(text, add_special_tokens=False, verbose=False).input_ids
 
 
