@@ -134,7 +134,9 @@ def variants() -> Iterator[Variant]:
         for heads in HEADS_PER_KV_HEAD:
             yield attend_tiles(16, heads, head_size)
         yield attend_tiles(64, 4, head_size)
-        yield Variant("join_splits", {**pages, "HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": head_size, "BLOCK": BLOCK_ROWS})
+        yield Variant(
+            "join_splits", {**pages, "HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": head_size, "BLOCK": BLOCK_ROWS}
+        )
     yield attend_tiles(128, 4, 128)
     yield attend_tiles(16, 4, 128, 4, query="fp32", keys="fp32")
 
@@ -157,7 +159,7 @@ def compile_for(variant: Variant, architecture: int) -> Resources:
     signature = {
         name: "constexpr" if name in variant.constants else types.get(name, "i32") for name in function.arg_names
     }
-    # As the JIT finds vLLM's tensors: pointers and the strides of queries, keys, values and outputs are multiples of 16.
+    # As the JIT finds vLLM's tensors: pointers and the strides of what attention takes and gives are multiples of 16.
     aligned = {
         (parameter.num,): [["tt.divisibility", 16]]
         for parameter in function.params

@@ -104,13 +104,9 @@ def attend_tiles(
         is_seen = position < tokens
         block = tl.load(table_row + position // PAGE_TOKENS, mask=is_seen, other=0).to(tl.int64)
         key_row = block * key_block_stride + position % PAGE_TOKENS * key_slot_stride
-        k = tl.load(
-            key_head + key_row[None, :] + dim[:, None], mask=is_seen[None, :] & in_head[:, None], other=0.0
-        )
+        k = tl.load(key_head + key_row[None, :] + dim[:, None], mask=is_seen[None, :] & in_head[:, None], other=0.0)
         value_row = block * value_block_stride + position % PAGE_TOKENS * value_slot_stride
-        v = tl.load(
-            value_head + value_row[:, None] + dim[None, :], mask=is_seen[:, None] & in_head[None, :], other=0.0
-        )
+        v = tl.load(value_head + value_row[:, None] + dim[None, :], mask=is_seen[:, None] & in_head[None, :], other=0.0)
         logits = tl.dot(q, k, input_precision="ieee") * factor
         if HAS_SOFTCAP:
             logits = softcap - 2 * softcap / (tl.exp2(logits) + 1)  # softcap * tanh
