@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def main(scenarios_path: str, runs_path: str) -> None:
     pretend()
     from tests.engine.harness import Engine
 
+    calls = count_page_mass()
     runs = []
     for scenario in scenarios:
         use_runner(scenario.runner)
@@ -48,8 +50,28 @@ def main(scenarios_path: str, runs_path: str) -> None:
             assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == scenario.asynchronous
             modules = [base.__module__ for base in type(engine.worker.model_runner).__mro__]
             assert any(name.startswith("vllm.v1.worker.gpu.") for name in modules) == (scenario.runner == "V2"), modules
+            calls.clear()
             runs.append(engine.run(**scenario.run))
+            runs[-1].kernel_calls = dict(calls)
     Path(runs_path).write_bytes(pickle.dumps(runs))
+
+
+def count_page_mass() -> Counter[str]:
+    """Calls of both ways to make page mass, from now on."""
+    from vllm_evict.engine.attention import paged_gpu, triton_attn
+
+    calls = Counter()
+
+    def counted(function):
+        def call(**kwargs) -> None:
+            calls[function.__name__] += 1
+            function(**kwargs)
+
+        return call
+
+    paged_gpu.kernels.add_page_mass = counted(paged_gpu.kernels.add_page_mass)
+    triton_attn.decode_with_page_mass = counted(triton_attn.decode_with_page_mass)
+    return calls
 
 
 if __name__ == "__main__":
