@@ -121,7 +121,7 @@ def test_both_runners_say_the_same(runs, policy):
 
 
 def test_one_kernel_for_attention_and_scores_says_the_same(runs):
-    """It runs in every layer of a step in which everybody decodes and somebody is scored; in other steps, two kernels."""
+    """It runs in every layer of a step in which all decode and somebody is scored; other steps have two kernels."""
     separate, fused = runs["V2", "h2o"], runs["V2", "h2o fused"]
     checks.same_answers(separate, fused)
     decodes = [step for step in fused.steps if all(row.num_scheduled_tokens == 1 for row in step.rows.values())]

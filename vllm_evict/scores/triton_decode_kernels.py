@@ -189,6 +189,6 @@ def join_splits(
         )
         joined += tl.sum(share[:, None] * part, axis=0)
     all_total = tl.sum(total, axis=0)
-    joined = tl.where(all_total > 0, joined / all_total, 0.0)
+    joined /= tl.where(all_total > 0, all_total, 1.0)
     place = output + row * output_token_stride + tl.program_id(1) * output_head_stride + dim
     tl.store(place, joined.to(output.dtype.element_ty), mask=in_head)
