@@ -35,7 +35,7 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison; `error` and `bound` in units of page mass or values, or 0 and 1 where something is or is not so."""
+    """One comparison; `error` and `bound` in units of page mass or values, or 0 and 1 for what is or is not so."""
 
     name: str
     error: float
