@@ -150,8 +150,11 @@ def test_who_is_observed_does_not_matter_to_the_output(kernels, step, expected):
 
 
 def test_the_gate_is_the_mass_s_alone(kernels, step, expected):
-    output, page_mass = decode(kernels, step, enabled=int32(0))
+    scratch = torch.full((20_000,), float("nan"))
+    output, page_mass = decode(kernels, step, enabled=int32(0), scratch=scratch)
     assert torch.equal(output, expected[0]) and (page_mass == UNTOUCHED).all()
+    # Of parts of a row (rows of 1, 3, 0, 1 and 2 tiles have 1, 2, 0, 1 and 1): head, peak, total. No sums, no peaks.
+    assert (~torch.isnan(scratch)).sum() == 5 * 6 * (64 + 2)
     assert same(decode(kernels, step, enabled=int32(1)), expected)
 
 
