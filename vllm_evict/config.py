@@ -34,7 +34,16 @@ POSITIONS = ("absolute", "rebase")
 OVERRIDES = ("none", "lower", "any")
 """What a single request may change: nothing; its budget downwards; anything."""
 
-_CHOICES = {"policy": POLICY_NAMES, "score": SCORE_KINDS, "overrides": OVERRIDES, "positions": POSITIONS}
+SCORE_KERNELS = ("separate", "fused")
+"""How a decode step is scored on a GPU: by a kernel after vLLM's attention; by one kernel that does both."""
+
+_CHOICES = {
+    "policy": POLICY_NAMES,
+    "score": SCORE_KINDS,
+    "score_kernel": SCORE_KERNELS,
+    "overrides": OVERRIDES,
+    "positions": POSITIONS,
+}
 
 _Tokens = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)]
 
@@ -65,6 +74,8 @@ class EvictionConfig(BaseModel):
         prefill_queries: queries observed at the end of each prefill chunk, or
             ``all`` (exact, and slow on long chunks).
         score_every: a decode query is observed every this many tokens of its request.
+        score_kernel: ``separate``: attention is scored by a kernel of its own, after vLLM's. ``fused``, with
+            ``TRITON_ATTN`` only: decode steps that are scored run one kernel of ours for attention and scores.
         trace: file that gets one JSON line per eviction.
         seed: seed of the ``random`` policy.
         overrides: what a request may ask for itself (:mod:`vllm_evict.requests`): ``none``,
@@ -85,6 +96,7 @@ class EvictionConfig(BaseModel):
     score: str = "distant-mean"
     prefill_queries: _Tokens | Literal["all"] = DEFAULT_PREFILL_QUERIES
     score_every: Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)] = DEFAULT_SCORE_EVERY
+    score_kernel: str = "separate"
     trace: str | None = None
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)] = 0
     overrides: str = "lower"

@@ -5,8 +5,9 @@
 
 Rightness: every case of tests/triton against the torch reference in float64, a large batch, CUDA graphs, two runs.
 Speed: page mass of one layer beside reading K once at the copy bandwidth measured here, and beside torch's decode
-attention (SDPA) on as many keys and values that lie in one piece. Everything is timed as a replayed CUDA graph with a
-flushed L2 cache. Prints Markdown, then one line: `gpu-check: ok` or `gpu-check: FAILED`.
+attention (SDPA) on as many keys and values that lie in one piece; then both together beside the one kernel that does
+both (--kv-eviction-score-kernel fused), and beside that kernel with its scores switched off. Everything is timed as a
+replayed CUDA graph with a flushed L2 cache. Prints Markdown, then one line: `gpu-check: ok` or `gpu-check: FAILED`.
 
     python deploy/gpu-check/gpu_check.py --interpret     # on tiny shapes, under Triton's interpreter, without a GPU
 """
@@ -34,7 +35,7 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison; `error` and `bound` in units of page mass, or 0 and 1 where something is or is not so."""
+    """One comparison; `error` and `bound` in units of page mass or values, or 0 and 1 for what is or is not so."""
 
     name: str
     error: float
@@ -57,6 +58,8 @@ class Timing:
     with_log_sum_exp_us: float
     read_keys_us: float
     attention_us: float | None
+    one_kernel_us: float | None
+    one_kernel_unscored_us: float | None
 
 
 def main() -> int:
@@ -139,6 +142,7 @@ def _checks(device: str) -> Iterator[Check]:
     missed = (fewer.double() - batch.reference()).abs().max().item()
     yield Check("a fault of one token is seen (1 = no)", float(missed <= 10 * BOUND_FACTOR * batch.bound()), 0)
     yield from _key_difference(device)
+    yield from _decode_checks(device)
     if on_gpu:
         lengths = torch.randint(1, 8192, (64,), generator=torch.Generator().manual_seed(0)).tolist()
         batch = make_batch(heads=32, kv_heads=8, head_size=128, dtype=torch.bfloat16, device=device,
@@ -207,6 +211,65 @@ def _key_difference(device: str) -> Iterator[Check]:
         yield Check(f"key difference, {name}", error, 1e-5 * case["kv_heads"])
 
 
+def _decode(step, output, **options):
+    """(output, page mass)"""
+    from vllm_evict.scores.triton_decode import decode_with_page_mass
+
+    page_mass = step.start()
+    decode_with_page_mass(**step.arguments(), output=output, page_mass=page_mass, **options)
+    return output, page_mass
+
+
+def _decode_checks(device: str) -> Iterator[Check]:
+    """Attention and page mass in one kernel."""
+    import torch
+
+    from tests.triton.batch import DECODE_CASES, make_decode_step
+
+    on_gpu = device == "cuda"
+    for name, case in DECODE_CASES.items() if on_gpu else [(n, DECODE_CASES[n]) for n in ("SmolLM2", "head of 80")]:
+        lengths = (1, 33, 0, 64, 197, *([1000, 4097] if on_gpu else []))
+        yield from _compare_decode(name, make_decode_step(lengths=lengths, device=device, **case))
+    if on_gpu:
+        lengths = torch.randint(1, 8192, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+        step = make_decode_step(lengths=tuple(lengths), heads=32, kv_heads=8, head_size=128, dtype=torch.bfloat16,
+                                device=device)  # fmt: skip
+        yield from _compare_decode("64 requests of up to 8192 tokens", step)
+        yield _decode_cuda_graph(step)
+
+
+def _compare_decode(name: str, step) -> Iterator[Check]:
+    import torch
+
+    output, page_mass = _decode(step, torch.empty_like(step.query))
+    error = (output.double() - step.expected_output()).abs().nan_to_num(nan=float("inf")).max().item()
+    yield Check(f"one kernel, {name}, attention", error, 2 * step.output_bound())
+    error = (page_mass.double() - step.expected_mass()).abs().nan_to_num(nan=float("inf")).max().item()
+    yield Check(f"one kernel, {name}, page mass", error, BOUND_FACTOR * step.mass_bound())
+    again = _decode(step, torch.empty_like(step.query))
+    differs = not (torch.equal(again[0], output) and torch.equal(again[1], page_mass))
+    yield Check(f"one kernel, {name}, second run differs", float(differs), 0)
+
+
+def _decode_cuda_graph(step) -> Check:
+    """As `_cuda_graph`; the gate leaves attention on."""
+    import torch
+
+    enabled = torch.ones(1, dtype=torch.int32, device="cuda")
+    ones = torch.ones_like(step.num_tokens)
+    captured = replace(step, num_tokens=ones, visible_tokens=ones.clone())
+    expected = _decode(step, torch.empty_like(step.query))
+    graph, got = _captured(lambda: _decode(captured, torch.empty_like(step.query), enabled=enabled))
+    captured.num_tokens.copy_(step.num_tokens)
+    captured.visible_tokens.copy_(step.visible_tokens)
+    graph.replay()
+    wrong = not all(map(torch.equal, got, expected))
+    enabled.zero_()
+    graph.replay()
+    wrong |= not torch.equal(got[0], expected[0]) or not torch.equal(got[1], step.start())
+    return Check("one kernel, a replayed CUDA graph differs", float(wrong), 0)
+
+
 def _cuda_graph(batch) -> Check:
     """A captured call follows what its tensors hold when it is replayed, and its gate."""
     import torch
@@ -255,8 +318,8 @@ def _captured(function: Callable):
 
 _HEADER = """\
 | model (one layer) | batch | tokens | queries | page mass, µs | with log-sum-exp, µs | read K once, µs | ratio | \
-attention, µs | ratio |
-|---|---|---|---|---|---|---|---|---|---|"""
+attention, µs | ratio | one kernel for both, µs | of separate ones | the same without scores, µs |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 #: (query heads, KV heads, head size, bytes of a key's element)
 _MODELS = {
@@ -271,8 +334,12 @@ _MODELS = {
 def _table_row(t: Timing) -> str:
     best = min(t.page_mass_us, t.with_log_sum_exp_us)
     attention = ("-", "-") if t.attention_us is None else (f"{t.attention_us:,.1f}", f"{best / t.attention_us:.2f}")
+    one_kernel = ("-", "-", "-")
+    if t.attention_us is not None and t.one_kernel_us is not None and t.one_kernel_unscored_us is not None:
+        share = t.one_kernel_us / (t.attention_us + t.page_mass_us)
+        one_kernel = (f"{t.one_kernel_us:,.1f}", f"{share:.2f}", f"{t.one_kernel_unscored_us:,.1f}")
     cells = [t.model, t.batch, f"{t.tokens:,}", t.queries, f"{t.page_mass_us:,.1f}", f"{t.with_log_sum_exp_us:,.1f}",
-             f"{t.read_keys_us:,.1f}", f"{best / t.read_keys_us:.2f}", *attention]  # fmt: skip
+             f"{t.read_keys_us:,.1f}", f"{best / t.read_keys_us:.2f}", *attention, *one_kernel]  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -310,6 +377,7 @@ def _time_shape(model: str, batch: int, tokens: int, queries: int, device: str, 
     import torch
 
     from vllm_evict.scores.triton import add_page_mass
+    from vllm_evict.scores.triton_decode import decode_with_page_mass
 
     heads, kv_heads, head_size, element_bytes = _MODELS[model]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -336,14 +404,25 @@ def _time_shape(model: str, batch: int, tokens: int, queries: int, device: str, 
     lse = torch.full((batch * queries, heads), 10.0, device=device)
     page_mass_us = _time(lambda: add_page_mass(**arguments), device)
     with_lse_us = _time(lambda: add_page_mass(**arguments, log_sum_exp=lse), device)
-    attention_us = None
+    attention_us = one_kernel_us = unscored_us = None
     if queries == 1 and element_bytes == 2:
         # All query heads of a KV head as that many queries, so that keys are read once, as paged kernels do.
         grouped = query.view(batch, kv_heads, heads // kv_heads, head_size)
         key, value = cache.view(batch, tokens, kv_heads, 2 * head_size).transpose(1, 2).split(head_size, dim=-1)
         attention_us = _time(lambda: torch.nn.functional.scaled_dot_product_attention(grouped, key, value), device)
+        decode = arguments | dict(
+            value_cache=cache.split(head_size, dim=-1)[1],
+            num_tokens=arguments["visible_tokens"],
+            output=torch.empty_like(query),
+        )
+        del decode["token"]
+        off = torch.zeros(1, **int32)
+        one_kernel_us = _time(lambda: decode_with_page_mass(**decode), device)
+        unscored_us = _time(lambda: decode_with_page_mass(**decode, enabled=off), device)
     key_bytes = _cache_bytes(model, batch, tokens) / 2
-    return Timing(model, batch, tokens, queries, page_mass_us, with_lse_us, 1e6 * key_bytes / bandwidth, attention_us)
+    read_keys_us = 1e6 * key_bytes / bandwidth
+    return Timing(model, batch, tokens, queries, page_mass_us, with_lse_us, read_keys_us, attention_us, one_kernel_us,
+                  unscored_us)  # fmt: skip
 
 
 def _time(function: Callable, device: str) -> float:

@@ -128,6 +128,7 @@ TRIGGERS = [
         },
     ),
     ("compiled graphs", {"parallel_config.distributed_executor_backend": "ray"}),
+    ("score-kernel fused", {"additional_config": {"kv_eviction": {"score_kernel": "fused"}}}),
     ("micro-batching", {"parallel_config.use_ubatching": True}),
     ("fast prefill", {"cache_config.kv_sharing_fast_prefill": True}),
     ("scheduler of your own", {"scheduler_config.scheduler_cls": "my.Scheduler"}),
@@ -145,6 +146,8 @@ HARMLESS = [
     {"scheduler_config.disable_hybrid_kv_cache_manager": None},
     {"parallel_config.distributed_executor_backend": "external_launcher"},
     {"parallel_config.pipeline_parallel_size": 2},
+    {"additional_config": {"kv_eviction": {"score_kernel": "separate"}}},
+    {"additional_config": {"kv_eviction": {"score_kernel": "fused"}}},
 ]
 
 
@@ -171,6 +174,10 @@ def fake(changes=()):
 def refusal_of(word):
     (refusal,) = [refusal for refusal in REFUSALS if word in refusal.feature]
     return refusal
+
+
+def policy_refused_by(refusal):
+    return "h2o" if not refusal.policies or "h2o" in refusal.policies else refusal.policies[0]
 
 
 def one_line(error):
@@ -212,10 +219,11 @@ def test_a_near_miss_is_not_refused(changes):
 @pytest.mark.parametrize(("word", "changes"), TRIGGERS, ids=[word for word, _ in TRIGGERS])
 def test_refused_naming_both_sides_and_the_way_out(word, changes):
     refusal = refusal_of(word)
+    policy = policy_refused_by(refusal)
     with pytest.raises(EvictionConfigError) as error:
-        check_supported(fake(changes), H2O)
+        check_supported(fake(changes), EvictionConfig(policy=policy))
     line = one_line(error)
-    assert line.startswith(f"--kv-eviction h2o does not work with {refusal.feature}: ")
+    assert line.startswith(f"--kv-eviction {policy} does not work with {refusal.feature}: ")
     assert refusal.why in line and refusal.instead in line and "drop --kv-eviction" in line
     assert len(refusal.why) > 15 and len(refusal.instead) > 10
 
@@ -226,7 +234,7 @@ def test_alone_it_triggers_no_other_refusal(word, changes):
     assert applying == [refusal_of(word).feature]
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "h2o"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("word", "changes"), TRIGGERS, ids=[word for word, _ in TRIGGERS])
 def test_which_policies_are_refused(policy, word, changes):
     """All of them, unless the refusal names its policies."""
@@ -468,6 +476,10 @@ def test_no_flag_leaves_additional_config_alone(parser):
         (("--kv-eviction-config", '{"policy": "h2o", "budget": -1}'), ("--kv-eviction-budget got -1", "tokens")),
         (("--kv-eviction-config", '{"budgets": 1}'), ("'budgets'", "known settings")),
         (("--kv-eviction", "h2o", "--kv-cache-dtype", "fp8"), ("--kv-eviction h2o", "--kv-cache-dtype")),
+        (
+            ("--kv-eviction", "streaming", "--kv-eviction-score-kernel", "fused"),
+            ("--kv-eviction streaming", "--kv-eviction-score-kernel fused", "h2o-keydiff", "separate"),
+        ),
         (("--kv-eviction", "h2o", "--kv-eviction-trace", "/no/such/folder/t"), ("--kv-eviction-trace",)),
         (("--additional-config", '{"kv_eviction": "h2o"}', "--kv-eviction", "h2o"), ("kv_eviction", "'h2o'")),
         (("--additional-config", '{"kv_eviction": {"sink": "four"}}', "--kv-eviction", "h2o"), ("'four'", "tokens")),
@@ -524,6 +536,17 @@ def test_layers_that_are_let_through():
     """Windows stay vLLM's; who does not score may have learned sinks; a layer without attention is none of ours."""
     others = [layer(builder=AttentionMetadataBuilder, sliding_window=512, alibi_slopes=[1.0]), SimpleNamespace()]
     check_layers([layer(), layer(sinks=[1.0]), *others], EvictionConfig(policy="streaming"))
+
+
+def test_one_kernel_for_attention_and_scores_is_triton_attn_s():
+    fused = EvictionConfig(policy="h2o", score_kernel="fused")
+    with pytest.raises(EvictionConfigError) as error:
+        check_layers([layer()], fused)
+    line = one_line(error)
+    for words in ("--kv-eviction-score-kernel fused", "other than TRITON_ATTN", "--attention-backend TRITON_ATTN"):
+        assert words in line
+    check_layers([layer()], H2O)
+    check_layers([layer(builder=SimpleNamespace(reads_resident_pages=True, fuses_page_mass=True))], fused)
 
 
 def test_the_backends_named_are_those_that_are_replaced():

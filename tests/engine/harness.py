@@ -152,6 +152,7 @@ class Run:
     answers: dict[str, Answer] = field(default_factory=dict)
     trace: dict[str, list[TraceLine]] = field(default_factory=dict)
     rebases: dict[tuple[str, int], list[Rebase]] = field(default_factory=dict)
+    kernel_calls: dict[str, int] = field(default_factory=dict)  # by name, where somebody counts them
     _references: dict[tuple[str, int], Reference] = field(default_factory=dict)
 
     def rows(self, name: str) -> list[Row]:

@@ -1,6 +1,7 @@
 """Batches for the page-mass kernel, and what the slow reference says about them. For the tests and deploy/gpu-check."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -31,6 +32,8 @@ CASES = {
     "pages of 8": dict(page=8, heads=3, kv_heads=1, head_size=32, dtype=F32),
     "pages of 128": dict(page=128, heads=2, kv_heads=1, head_size=64, dtype=BF16, softcap=5.0),
 }
+#: Of `decode_with_page_mass`, which reads no float8.
+DECODE_CASES = {name: case for name, case in CASES.items() if "key_dtype" not in case}
 KEY_CASES = {
     "bf16": dict(page=16, kv_heads=2, head_size=64, dtype=BF16),
     "fp16, 80": dict(page=32, kv_heads=3, head_size=80, dtype=F16, head_major=True),
@@ -54,6 +57,7 @@ class Batch:
     softcap: float = 0.0
     weight: float = 0.5
     k_scale: torch.Tensor | float | None = None
+    value_cache: torch.Tensor | None = None
 
     @property
     def page_tokens(self) -> int:
@@ -137,14 +141,14 @@ def make_batch(
     head_major: the cache lies as [num_blocks, num_kv_heads, page, 2 * head_size] (vLLM's LBHNC), not as
                 [num_blocks, page, num_kv_heads, 2 * head_size] (LBNHC)
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, value_generator = (torch.Generator().manual_seed(seed + i) for i in (0, 1000))
     pages_of = [-(-length // page) for length, _ in requests]
     num_blocks = sum(pages_of) + 3
     shape = (num_blocks, kv_heads, page) if head_major else (num_blocks, page, kv_heads)
     cache = torch.full((*shape, 2 * head_size), garbage, dtype=torch.float32).to(key_dtype or dtype)
     if head_major:
         cache = cache.transpose(1, 2)
-    key_cache = cache.split(head_size, dim=-1)[0]  # [num_blocks, page, kv_heads, head_size]
+    halves = cache.split(head_size, dim=-1)  # two of [num_blocks, page, kv_heads, head_size]
     free = torch.randperm(num_blocks, generator=generator)
     # -1: an index that nobody may follow
     block_table = torch.full((len(requests), max(pages_of) + SPARE_PAGES), -1, dtype=torch.int32)
@@ -153,11 +157,11 @@ def make_batch(
     for i, (length, num_observed) in enumerate(requests):
         pages, free = free[: pages_of[i]], free[pages_of[i] :]
         block_table[i, : len(pages)] = pages
-        keys = torch.randn(length, kv_heads, head_size, generator=generator)
         position = torch.arange(length)
-        as_bytes = key_cache.view(torch.uint8) if key_cache.element_size() == 1 else key_cache
-        keys = keys.to(key_cache.dtype)
-        as_bytes[pages[position // page], position % page] = keys.view(as_bytes.dtype)
+        for half, source in zip(halves, (generator, value_generator), strict=True):
+            numbers = torch.randn(length, kv_heads, head_size, generator=source).to(half.dtype)
+            as_bytes = half.view(torch.uint8) if half.element_size() == 1 else half
+            as_bytes[pages[position // page], position % page] = numbers.view(as_bytes.dtype)
         next_token += 2  # unobserved ones
         token += range(next_token, next_token + num_observed)
         next_token += num_observed
@@ -172,9 +176,10 @@ def make_batch(
     def indices(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
+    key_cache, value_cache = cache.to(device).split(head_size, dim=-1)
     return Batch(
         query=query,
-        key_cache=cache.to(device).split(head_size, dim=-1)[0],
+        key_cache=key_cache,
         block_table=block_table.to(device),
         token=indices(token),
         row=indices(row),
@@ -182,4 +187,96 @@ def make_batch(
         scale=head_size**-0.5,
         softcap=softcap,
         k_scale=k_scale,
+        value_cache=value_cache,
+    )
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Arguments of `decode_with_page_mass`."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    num_tokens: torch.Tensor
+    row: torch.Tensor
+    visible_tokens: torch.Tensor
+    scale: float
+    softcap: float = 0.0
+    weight: float = 0.5
+
+    def arguments(self) -> dict:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def start(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """What page_mass holds before."""
+        shape = (len(self.row), self.block_table.shape[1])
+        return torch.full(shape, UNTOUCHED, dtype=dtype, device=self.query.device)
+
+    def expected_mass(self) -> torch.Tensor:
+        """float64, of the reference."""
+        page_mass = self.start(torch.float64)
+        page_mass_reference(
+            query=self.query,
+            key_cache=self.key_cache.transpose(1, 2),
+            block_table=self.block_table,
+            token=self.row,
+            row=self.row,
+            visible_tokens=self.visible_tokens,
+            page_mass=page_mass,
+            scale=self.scale,
+            weight=self.weight,
+            softcap=self.softcap,
+            compute_dtype=torch.float64,
+        )
+        return page_mass
+
+    def expected_output(self) -> torch.Tensor:
+        """float64 [num_rows, num_heads, head_size]; zeros of a row without tokens."""
+        expected = torch.zeros(self.query.shape, dtype=torch.float64, device=self.query.device)
+        page_tokens, num_kv_heads = self.key_cache.shape[1:3]
+        for i, tokens in enumerate(self.num_tokens.tolist()):
+            if tokens == 0:
+                continue
+            blocks = self.block_table[i, : -(-tokens // page_tokens)].long()
+            keys, values = (
+                cache[blocks].flatten(0, 1)[:tokens].double().repeat_interleave(self.query.shape[1] // num_kv_heads, 1)
+                for cache in (self.key_cache, self.value_cache)
+            )
+            logits = torch.einsum("hd,thd->ht", self.query[i].double(), keys) * self.scale
+            if self.softcap:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
+            expected[i] = torch.einsum("ht,thd->hd", torch.softmax(logits, dim=-1), values)
+        return expected
+
+    def mass_bound(self) -> float:
+        """As `Batch.bound`."""
+        return 2e-6 * self.weight * self.query.shape[1] + UNTOUCHED * 2**-23
+
+    def output_bound(self) -> float:
+        """A mean of values: besides float32's roundings its weights are rounded to the dtype once, and it is once."""
+        rounding = 0.0 if self.query.dtype == torch.float32 else torch.finfo(self.query.dtype).eps
+        return (rounding + 4e-6) * self.value_cache.double().nan_to_num().abs().max().item()
+
+
+def make_decode_step(*, lengths: tuple[int, ...], **case) -> DecodeStep:
+    """One query of each row of so many tokens, all rows observed; that of a row without tokens is NaN."""
+    batch = make_batch(requests=tuple((length, min(length, 1)) for length in lengths), **case)
+    query = batch.query.new_full((len(lengths), *batch.query.shape[1:]), float("nan"))
+    query[batch.row.long()] = batch.query[batch.token.long()]
+
+    def indices(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor([*values], dtype=torch.int32, device=query.device)
+
+    return DecodeStep(
+        query=query,
+        key_cache=batch.key_cache,
+        value_cache=batch.value_cache,
+        block_table=batch.block_table,
+        num_tokens=indices(lengths),
+        row=indices(range(len(lengths))),
+        visible_tokens=indices(lengths),
+        scale=batch.scale,
+        softcap=batch.softcap,
     )

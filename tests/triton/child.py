@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def main(scenarios_path: str, runs_path: str) -> None:
     from tests.triton import graphs
 
     graphs.install()
+    calls = count_page_mass()
     runs = []
     for scenario in scenarios:
         use_runner(scenario.runner)
@@ -62,11 +64,31 @@ def main(scenarios_path: str, runs_path: str) -> None:
             assert any(name.startswith("vllm.v1.worker.gpu.") for name in modules) == (scenario.runner == "V2"), modules
             captured = graphs.capture(engine) if scenario.graphs else {}
             assert {graph.num_tokens for graph in captured} == set(scenario.graphs)
+            calls.clear()
             run = engine.run(**scenario.run)
+            run.kernel_calls = dict(calls)
             decoding = [s for s in run.steps if s.rows and {row.num_scheduled_tokens for row in s.rows.values()} == {1}]
             assert sum(graph.replays for graph in captured.values()) == (len(decoding) if captured else 0)
             runs.append(run)
     Path(runs_path).write_bytes(pickle.dumps(runs))
+
+
+def count_page_mass() -> Counter[str]:
+    """Calls of both ways to make page mass, from now on."""
+    from vllm_evict.engine.attention import paged_gpu, triton_attn
+
+    calls = Counter()
+
+    def counted(function):
+        def call(**kwargs) -> None:
+            calls[function.__name__] += 1
+            function(**kwargs)
+
+        return call
+
+    paged_gpu.kernels.add_page_mass = counted(paged_gpu.kernels.add_page_mass)
+    triton_attn.decode_with_page_mass = counted(triton_attn.decode_with_page_mass)
+    return calls
 
 
 if __name__ == "__main__":

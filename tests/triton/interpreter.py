@@ -23,13 +23,13 @@ from triton.runtime.jit import JITFunction
 
 import vllm_evict.scores
 
-MODULES = ("triton_kernels", "triton")
+MODULES = ("triton_kernels", "triton", "triton_decode_kernels", "triton_decode")
 CHANGED = (tl, tl.core, tl.standard, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 
 
 @contextmanager
-def interpreted() -> Iterator[ModuleType]:
-    """A `vllm_evict.scores.triton` that runs on CPU tensors, inside the `with` block."""
+def interpreted(module_name: str = "triton") -> Iterator[ModuleType]:
+    """A `vllm_evict.scores.<module_name>` that runs on CPU tensors, inside the `with` block."""
     with ExitStack() as stack:
         for namespace in CHANGED:
             stack.enter_context(_left_as_it_was(namespace))
@@ -39,7 +39,7 @@ def interpreted() -> Iterator[ModuleType]:
                     setattr(module, name, InterpretedFunction(function.fn))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(InterpreterBuilder, "create_dot", _dot_of_numbers)
-        yield _import_interpreted()
+        yield _import_interpreted(module_name)
 
 
 @contextmanager
@@ -64,18 +64,18 @@ def _dot_of_numbers(builder, a, b, *rest):
     return _create_dot(builder, a, b, *rest)
 
 
-def _import_interpreted() -> ModuleType:
+def _import_interpreted(module_name: str) -> ModuleType:
     package = vllm_evict.scores
-    before = {name: sys.modules.pop(f"{package.__name__}.{name}", None) for name in MODULES}
-    attributes = {name: vars(package).pop(name, None) for name in MODULES}
+    before = {module: sys.modules.pop(f"{package.__name__}.{module}", None) for module in MODULES}
+    attributes = {module: vars(package).pop(module, None) for module in MODULES}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        module = importlib.import_module(f"{package.__name__}.triton")
-    for name in MODULES:
-        del sys.modules[f"{package.__name__}.{name}"]
-        delattr(package, name)
-        if before[name] is not None:
-            sys.modules[f"{package.__name__}.{name}"] = before[name]
-        if attributes[name] is not None:
-            setattr(package, name, attributes[name])
-    return module
+        wanted = importlib.import_module(f"{package.__name__}.{module_name}")
+    for module in MODULES:
+        sys.modules.pop(f"{package.__name__}.{module}", None)
+        vars(package).pop(module, None)
+        if before[module] is not None:
+            sys.modules[f"{package.__name__}.{module}"] = before[module]
+        if attributes[module] is not None:
+            setattr(package, module, attributes[module])
+    return wanted

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="no Triton here")
 from vllm_evict.bench.kernel_table import ARCHITECTURES, Row, compile_for, measure, table, variants
 
 ROOT = Path(__file__).parents[2]
-SMALL_KERNELS = ("normalisers", "add_to_page_mass", "key_anchors", "gather_row")
+SMALL_KERNELS = ("normalisers", "add_to_page_mass", "key_anchors", "gather_row", "join_splits")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,6 +33,14 @@ def test_a_decode_of_llama_3_fits_a_multiprocessor_many_times(architecture):
     assert found.stack_bytes == 0
     # 8 programs of 128 threads: 65536 registers, 164 KiB of shared memory (sm_80; 228 KiB of sm_90).
     assert 8 * 128 * found.registers <= 65536 * 1.25 and found.shared_bytes < 24 << 10
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_attention_and_page_mass_of_llama_3_fit_a_multiprocessor_three_times(architecture):
+    found = compile_for(chosen("attend_tiles", HEAD_SIZE=128, HEADS_PER_KV_HEAD=4), architecture)
+    assert found.stack_bytes == 0
+    # Three programs have 96 KiB of K and V under way.
+    assert 3 * 128 * found.registers <= 65536 and found.shared_bytes < 48 << 10
 
 
 @pytest.mark.parametrize("kernel", ["key_direction_sums", "add_to_key_difference", *SMALL_KERNELS])

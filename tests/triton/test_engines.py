@@ -19,6 +19,7 @@ from tests.triton.child import RUNNERS, Scenario
 P = 16
 BUDGET = {"budget": 4 * P, "sink": P, "recent": P}
 POLICIES = {"streaming": {"policy": "streaming"}, "h2o": {"policy": "h2o"}, "h2o-keydiff": {"policy": "h2o-keydiff"}}
+POLICIES["h2o fused"] = {"policy": "h2o", "score_kernel": "fused"}
 PROMPTS = {"long": random_prompt(5 * P + 9, seed=1), "page": random_prompt(P, seed=2)}
 PROMPTS["hit"] = PROMPTS["long"][: 3 * P] + random_prompt(7, seed=3)
 SHORT_POOL = {name: random_prompt(P, seed=seed) for seed, name in enumerate(("page", "other", "third"))}
@@ -27,6 +28,7 @@ CASES = [
     ("V1", "h2o"),
     ("V2", "streaming"),
     ("V2", "h2o"),
+    ("V2", "h2o fused"),
     ("V2", "h2o-keydiff"),
     ("V2", "short pool"),
     ("V2", "rebase"),
@@ -38,6 +40,7 @@ CASES = [
     ("V1-graphs", "h2o"),
     ("V2-graphs", "streaming"),
     ("V2-graphs", "h2o"),
+    ("V2-graphs", "h2o fused"),
     ("V2-async-graphs", "h2o-keydiff"),
     ("V2-async-graphs", "short pool"),
     ("V2-async-graphs", "rebase"),
@@ -114,7 +117,19 @@ def test_both_runners_say_the_same(runs, policy):
     checks.same_answers(runs["V1", policy], runs["V2", policy])
 
 
-@pytest.mark.parametrize(("runner", "policy"), [("V1", "h2o"), ("V2", "streaming"), ("V2", "h2o")])
+def test_one_kernel_for_attention_and_scores_says_the_same(runs):
+    """It runs in every layer of a step in which all decode and somebody is scored; other steps have two kernels."""
+    separate, fused = runs["V2", "h2o"], runs["V2", "h2o fused"]
+    checks.same_answers(separate, fused)
+    decodes = [step for step in fused.steps if all(row.num_scheduled_tokens == 1 for row in step.rows.values())]
+    scored = [step for step in decodes if any((row.num_computed_tokens + 1) % 8 == 0 for row in step.rows.values())]
+    num_layers = fused.oracle.config.num_hidden_layers
+    assert fused.kernel_calls["decode_with_page_mass"] == num_layers * len(scored) > num_layers
+    assert separate.kernel_calls.keys() == {"add_page_mass"}
+    assert sum(fused.kernel_calls.values()) == separate.kernel_calls["add_page_mass"]
+
+
+@pytest.mark.parametrize(("runner", "policy"), [("V1", "h2o"), ("V2", "streaming"), ("V2", "h2o"), ("V2", "h2o fused")])
 def test_replayed_graphs_change_nothing(runs, runner, policy):
     """The child has seen every decoding step replayed; a graph here knows as little of the step as one on a GPU."""
     checks.same_answers(runs[runner, policy], runs[f"{runner}-graphs", policy])

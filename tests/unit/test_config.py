@@ -13,6 +13,7 @@ from vllm_evict.config import (
     OVERRIDES,
     POLICY_NAMES,
     POSITIONS,
+    SCORE_KERNELS,
     EvictionConfig,
     EvictionConfigError,
     flag_name,
@@ -47,6 +48,7 @@ FIELDS = {
         (0, -1, *TOO_LARGE, *NOT_WHOLE, None),
         ("decode steps", f"from 1 to {MAX_TOKENS}"),
     ),
+    "score_kernel": (SCORE_KERNELS, ("", "Fused", "both"), SCORE_KERNELS),
     "trace": (("trace.jsonl", None), (5, ["trace.jsonl"], True), ("path of a file",)),
     "overrides": (OVERRIDES, ("", "lowers", "all"), OVERRIDES),
     "positions": (POSITIONS, ("", "relative", "Rebase"), POSITIONS),
@@ -58,7 +60,7 @@ BAD_FLAGS = [
     (field, text)
     for field in ("budget", "floor", "sink", "recent", "prefill_queries")
     for text in ("-1", "2147483648", str(2**63), "1.5", "64k", "", "1e3", "0x40")
-] + [("score_every", "0"), ("policy", "h20"), ("policy", ""), ("score", "median")]
+] + [("score_every", "0"), ("policy", "h20"), ("policy", ""), ("score", "median"), ("score_kernel", "both")]
 
 
 def config(**settings):
@@ -400,6 +402,7 @@ def test_every_field_and_its_default_stands_in_the_help(parser):
         ("prefill_queries", "all", "all"),
         ("prefill_queries", "16", 16),
         ("score_every", "1", 1),
+        ("score_kernel", "fused", "fused"),
         ("trace", "out.jsonl", "out.jsonl"),
     ],
 )

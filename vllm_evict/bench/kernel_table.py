@@ -29,6 +29,7 @@ _TYPES = {
     **dict.fromkeys(("table", "slots", "lens", "out_table", "out_lens"), _INT32),
     **dict.fromkeys(("log_sum_exp", "k_scale", "sums", "peaks", "normaliser", "page_mass"), _FLOAT32),
     **dict.fromkeys(("page_directions", "program_directions", "anchors", "key_difference"), _FLOAT32),
+    **dict.fromkeys(("split_output", "split_peak", "split_total"), _FLOAT32),
     **dict.fromkeys(("factor", "softcap", "weight"), "fp32"),
 }
 
@@ -38,7 +39,7 @@ class Variant:
     """A kernel and what it is compiled for.
 
     Args:
-        kernel: name in `vllm_evict.scores.triton_kernels`.
+        kernel: name in `vllm_evict.scores.triton_kernels` or `triton_decode_kernels`.
         constants: of its `constexpr` parameters and of those that are None.
         query, keys: Triton's names of their types.
         least_architecture: where `keys` exists.
@@ -55,7 +56,8 @@ class Variant:
         c = self.constants
         words = [f"head {c['HEAD_SIZE']}"] if "HEAD_SIZE" in c else []
         if "HEADS_PER_KV_HEAD" in c:
-            words.append(f"{c['HEADS_PER_KV_HEAD']}:1, {c['TILE_QUERIES']} queries")
+            queries = f", {c['TILE_QUERIES']} queries" if "TILE_QUERIES" in c else ""
+            words.append(f"{c['HEADS_PER_KV_HEAD']}:1{queries}")
         if "PAGE_TOKENS" in c:
             words.append(f"page {c['PAGE_TOKENS']}")
         if "peaks" in c:
@@ -85,6 +87,7 @@ class Row:
 def variants() -> Iterator[Variant]:
     """What vLLM's models make of the kernels: bfloat16 unless said otherwise."""
     from vllm_evict.scores.triton import BLOCK, BLOCK_ROWS, KEY_TILE_TOKENS, NORMALISER_BLOCK, page_sums_constants
+    from vllm_evict.scores.triton_decode import decode_constants
 
     def page_sums(page: int, heads: int, head_size: int, queries: int, **options: Any) -> Variant:
         without = options.pop("without", "log_sum_exp")
@@ -96,6 +99,16 @@ def variants() -> Iterator[Variant]:
             has_softcap=False,
         )
         return Variant("page_sums", {**constants, without: None, "k_scale": None}, **options)
+
+    def attend_tiles(page: int, heads: int, head_size: int, element_bytes: int = 2, **types: str) -> Variant:
+        constants = decode_constants(
+            page_tokens=page,
+            heads_per_kv_head=heads,
+            head_size=head_size,
+            element_bytes=element_bytes,
+            has_softcap=False,
+        )
+        return Variant("attend_tiles", constants, **types)
 
     for head_size in HEAD_SIZES:
         for heads in HEADS_PER_KV_HEAD:
@@ -117,6 +130,15 @@ def variants() -> Iterator[Variant]:
         yield Variant("key_anchors", {**head, "BLOCK": BLOCK_ROWS})
         yield Variant("add_to_key_difference", {"PAGE_TOKENS": 16, **head, "BLOCK": BLOCK_ROWS})
     yield Variant("gather_row", {"PAGE_TOKENS": 16, "BLOCK": BLOCK})
+    for head_size in HEAD_SIZES:
+        for heads in HEADS_PER_KV_HEAD:
+            yield attend_tiles(16, heads, head_size)
+        yield attend_tiles(64, 4, head_size)
+        yield Variant(
+            "join_splits", {**pages, "HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": head_size, "BLOCK": BLOCK_ROWS}
+        )
+    yield attend_tiles(128, 4, 128)
+    yield attend_tiles(16, 4, 128, 4, query="fp32", keys="fp32")
 
 
 def compile_for(variant: Variant, architecture: int) -> Resources:
@@ -125,19 +147,24 @@ def compile_for(variant: Variant, architecture: int) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vllm_evict.scores import triton_kernels
+    from vllm_evict.scores import triton_decode_kernels, triton_kernels
 
-    function = getattr(triton_kernels, variant.kernel)
-    types = {**_TYPES, "query": f"*{variant.query}", "key_cache": f"*{variant.keys}"}
+    home = triton_kernels if hasattr(triton_kernels, variant.kernel) else triton_decode_kernels
+    function = getattr(home, variant.kernel)
+    types = {
+        **_TYPES,
+        **dict.fromkeys(("query", "output"), f"*{variant.query}"),
+        **dict.fromkeys(("key_cache", "value_cache"), f"*{variant.keys}"),
+    }
     signature = {
         name: "constexpr" if name in variant.constants else types.get(name, "i32") for name in function.arg_names
     }
-    # As the JIT finds vLLM's tensors: pointers and the strides of queries and keys are multiples of 16.
+    # As the JIT finds vLLM's tensors: pointers and the strides of what attention takes and gives are multiples of 16.
     aligned = {
         (parameter.num,): [["tt.divisibility", 16]]
         for parameter in function.params
         if (signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment)
-        or parameter.name.startswith(("query_", "key_"))
+        or parameter.name.startswith(("query_", "key_", "value_", "output_"))
     }
     compiled = triton.compile(
         ASTSource(function, signature, dict(variant.constants), aligned), target=GPUTarget("cuda", architecture, 32)

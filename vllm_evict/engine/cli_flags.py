@@ -23,6 +23,7 @@ from vllm_evict.config import (
     OVERRIDES,
     POLICY_NAMES,
     POSITIONS,
+    SCORE_KERNELS,
     UNLIMITED,
     EvictionConfigError,
     flag_name,
@@ -40,6 +41,7 @@ _FLAG_FIELDS = (
     "score",
     "prefill_queries",
     "score_every",
+    "score_kernel",
     "trace",
     "seed",
     "overrides",
@@ -111,6 +113,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_whole_number(1, "decode steps"),
         metavar="N",
         help=f"h2o, h2o-keydiff: observe every N-th decoded token (default: {DEFAULT_SCORE_EVERY}).",
+    )
+    add(
+        "score_kernel",
+        choices=SCORE_KERNELS,
+        help="h2o, h2o-keydiff: separate (default): a kernel after vLLM's attention. fused: one kernel for both in "
+        "decode steps that are scored, with --attention-backend TRITON_ATTN; timed on no GPU yet.",
     )
     add("trace", metavar="FILE", help="Append one JSON line per eviction to FILE.")
     add(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -26,7 +25,8 @@ class Refusal:
 
     Args:
         feature: its name as a user knows it.
-        applies: whether this configuration asks for it (in ``LAYER_REFUSALS``: whether this layer has it).
+        applies: whether this configuration asks for it (in ``LAYER_REFUSALS``: whether this layer has it, under these
+            settings).
         why: what would go wrong.
         instead: what to do.
         policies: policies that are refused; empty = all.
@@ -34,7 +34,7 @@ class Refusal:
     """
 
     feature: str
-    applies: Callable[[Any], bool]
+    applies: Callable[..., bool]
     why: str
     instead: str
     policies: tuple[str, ...] = ()
@@ -218,6 +218,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "unset the variable, or use --distributed-executor-backend mp",
     ),
     Refusal(
+        f"{flag_name('score_kernel')} fused",
+        lambda c: _setting(c, "score_kernel") == "fused",
+        "it makes scores of attention, which this policy does not look at",
+        f"use {flag_name('policy')} h2o or h2o-keydiff, or {flag_name('score_kernel')} separate",
+        policies=tuple(name for name, policy in POLICIES.items() if "attention" not in policy.signals),
+    ),
+    Refusal(
         "micro-batching (--enable-dbo, --ubatch-size)",
         lambda c: c.parallel_config.use_ubatching,
         "metadata is built per half batch, which is not tested yet",
@@ -241,28 +248,35 @@ EVICTING_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "XFO
 """Names of the attention backends that read resident pages."""
 
 
-def _reads_resident_pages(layer) -> bool:
-    return getattr(layer.get_attn_backend().get_builder_cls(), "reads_resident_pages", False)
+def _builder_has(layer, name: str) -> bool:
+    return getattr(layer.get_attn_backend().get_builder_cls(), name, False)
 
 
 LAYER_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         f"an attention backend other than {', '.join(EVICTING_BACKENDS)}",
-        lambda layer: not _reads_resident_pages(layer),
+        lambda layer, config: not _builder_has(layer, "reads_resident_pages"),
         "its kernels would look for pages that are gone",
         "choose one of these with --attention-backend",
     ),
     Refusal(
         "ALiBi in an attention layer",
-        lambda layer: getattr(layer.impl, "alibi_slopes", None) is not None,
+        lambda layer, config: getattr(layer.impl, "alibi_slopes", None) is not None,
         "its bias is a distance between tokens, which holes would shorten",
         "serve this model without eviction",
     ),
     Refusal(
         "learned attention sinks",
-        lambda layer: getattr(layer.impl, "sinks", None) is not None,
+        lambda layer, config: getattr(layer.impl, "sinks", None) is not None,
         "what queries give to such a sink is missing from the attention that pages are scored by",
         "use --kv-eviction streaming",
+        policies=tuple(name for name, policy in POLICIES.items() if "attention" in policy.signals),
+    ),
+    Refusal(
+        f"{flag_name('score_kernel')} fused on an attention backend other than TRITON_ATTN",
+        lambda layer, config: config.score_kernel == "fused" and not _builder_has(layer, "fuses_page_mass"),
+        "the kernel takes the place of that backend's decode attention",
+        f"use --attention-backend TRITON_ATTN, or {flag_name('score_kernel')} separate",
         policies=tuple(name for name, policy in POLICIES.items() if "attention" in policy.signals),
     ),
 )
@@ -314,7 +328,7 @@ def check_layers(layers: Iterable[object], config: EvictionConfig) -> None:
         if not hasattr(layer, "impl") or getattr(layer, "sliding_window", None) is not None:
             continue
         for refusal in LAYER_REFUSALS:
-            if (not refusal.policies or config.policy in refusal.policies) and refusal.applies(layer):
+            if (not refusal.policies or config.policy in refusal.policies) and refusal.applies(layer, config):
                 raise _error(refusal, config)
 
 

@@ -79,6 +79,16 @@ ATTENTION = (
         has=_words("dtype isa head_dim block_size kv_cache_dtype"),
     ),
     Hook(
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionMetadata",
+        has=_words("max_query_len num_actual_tokens seq_lens causal mm_prefix_range_tensor rswa_window"),
+    ),
+    Hook(
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionImpl",
+        has=_words("head_size attn_type kv_cache_dtype sliding_window chunk_lookback alibi_slopes sinks"),
+    ),
+    Hook(
         "vllm.v1.attention.backends.flashinfer",
         "FlashInferMetadataBuilder.build",
         mentions=("seq_lens_cpu_upper_bound",),

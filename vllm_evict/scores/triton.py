@@ -55,7 +55,7 @@ MIN_TILE_HEADS, MAX_TILE_HEADS = 16, 64
 FULL_GRID, MAX_TILES_PER_PROGRAM = 2048, 32
 #: Pages that the small kernels which add up take at once, and with them query heads or programs.
 BLOCK, NORMALISER_BLOCK, BLOCK_ROWS = 128, 1024, 16
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 def page_mass_scratch(
@@ -209,16 +209,15 @@ def _page_mass_pass(
 ) -> None:
     num_observed, num_heads, max_pages = len(token), query.shape[1], block_table.shape[1]
     page_tokens, num_kv_heads = key_cache.shape[1:3]
-    tile_pages, num_tiles = _tiles(max_pages, page_tokens)
+    tile_pages, num_tiles = tiles_of(max_pages, page_tokens)
     has_lse = log_sum_exp is not None
     sum_heads = num_kv_heads if has_lse else num_heads
-    sums, rest = _split(scratch, num_observed * sum_heads * max_pages)
-    peaks, normaliser = (None, None) if has_lse else _split(rest, num_observed * num_heads * num_tiles)
-    factor = _LOG2_E * (2 * scale / softcap if softcap else scale)
+    sums, rest = split_scratch(scratch, num_observed * sum_heads * max_pages)
+    peaks, normaliser = (None, None) if has_lse else split_scratch(rest, num_observed * num_heads * num_tiles)
+    factor = LOG2_E * (2 * scale / softcap if softcap else scale)
     if not isinstance(k_scale, torch.Tensor) and k_scale is not None:
         factor, k_scale = factor * k_scale, None
     tiles_per_program = _tiles_per_program(num_observed * num_kv_heads, num_tiles)
-    layout = {"PAGE_TOKENS": page_tokens, "TILE_PAGES": tile_pages}
 
     kernels.page_sums[(num_observed, num_kv_heads, -(-num_tiles // tiles_per_program))](
         query,
@@ -233,7 +232,7 @@ def _page_mass_pass(
         sums,
         peaks,
         factor,
-        softcap * _LOG2_E,
+        softcap * LOG2_E,
         num_observed,
         max_pages,
         num_tiles,
@@ -245,7 +244,45 @@ def _page_mass_pass(
         0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(0),
         **constants,
     )
-    if not has_lse:
+    finish_page_mass(
+        sums=sums.view(num_observed, sum_heads, max_pages),
+        peaks=peaks,
+        normaliser=normaliser,
+        visible_tokens=visible_tokens,
+        enabled=enabled,
+        page_mass=page_mass,
+        weight=weight,
+        page_tokens=page_tokens,
+        tile_pages=tile_pages,
+    )
+
+
+def finish_page_mass(
+    *,
+    sums: torch.Tensor,
+    peaks: torch.Tensor | None,
+    normaliser: torch.Tensor | None,
+    visible_tokens: torch.Tensor,
+    enabled: torch.Tensor | None,
+    page_mass: torch.Tensor,
+    weight: float,
+    page_tokens: int,
+    tile_pages: int,
+) -> None:
+    """Add `sums` to `page_mass`, normalised per query head.
+
+    sums:        float32 [num_observed, num_heads, max_pages] as `kernels.page_sums` writes it
+    peaks:       float32 [num_observed * num_heads * num_tiles], as well; None: the sums are probabilities already
+    normaliser:  float32 [>= num_observed * num_heads], written; None as `peaks`
+    page_tokens: tokens of a page
+    tile_pages:  pages of a tile
+
+    The others as in `add_page_mass`.
+    """
+    num_observed, num_heads, max_pages = sums.shape
+    num_tiles = -(-max_pages // tile_pages)
+    layout = {"PAGE_TOKENS": page_tokens, "TILE_PAGES": tile_pages}
+    if peaks is not None:
         kernels.normalisers[(num_observed, num_heads)](
             sums, peaks, visible_tokens, enabled, normaliser, max_pages, num_tiles, **layout, BLOCK=NORMALISER_BLOCK
         )
@@ -257,7 +294,7 @@ def _page_mass_pass(
         enabled,
         page_mass,
         weight,
-        sum_heads,
+        num_heads,
         max_pages,
         num_tiles,
         page_mass.stride(0),
@@ -271,7 +308,7 @@ def key_difference_scratch(
     *, num_rows: int, num_kv_heads: int, max_pages: int, page_tokens: int, head_size: int
 ) -> int:
     """Elements (float32) of scratch with which `add_key_difference` does `num_rows` rows in one pass."""
-    num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)[1]
+    num_tiles = tiles_of(max_pages, page_tokens, KEY_TILE_TOKENS)[1]
     return num_rows * num_kv_heads * head_size * (max_pages + -(-num_tiles // MAX_TILES_PER_PROGRAM) + 1)
 
 
@@ -311,18 +348,18 @@ def add_key_difference(
     )
     if num_rows == 0 or max_pages == 0:
         return
-    tile_pages, num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)
+    tile_pages, num_tiles = tiles_of(max_pages, page_tokens, KEY_TILE_TOKENS)
     # Fixed, because it decides which sums are added up first.
     tiles_per_program = MAX_TILES_PER_PROGRAM
     programs = -(-num_tiles // tiles_per_program)
     scratch, rows_per_pass = _scratch_of(scratch, per_row, num_rows, 1, key_cache.device)
-    head = _head_constants(head_size)
+    head = head_constants(head_size)
     for first in range(0, num_rows, rows_per_pass):
         table, tokens = block_table[first : first + rows_per_pass], num_tokens[first : first + rows_per_pass]
         result = key_difference[first : first + rows_per_pass]
         row_heads = len(tokens) * num_kv_heads
-        page_directions, rest = _split(scratch, row_heads * max_pages * head_size)
-        program_directions, anchors = _split(rest, row_heads * programs * head_size)
+        page_directions, rest = split_scratch(scratch, row_heads * max_pages * head_size)
+        program_directions, anchors = split_scratch(rest, row_heads * programs * head_size)
         kernels.key_direction_sums[(len(tokens), num_kv_heads, programs)](
             key_cache,
             table,
@@ -409,11 +446,11 @@ def gather_rows(
 
 
 @functools.cache
-def _power_of_two(least: int) -> int:
+def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _tiles(max_pages: int, page_tokens: int, tile_tokens: int = TILE_TOKENS) -> tuple[int, int]:
+def tiles_of(max_pages: int, page_tokens: int, tile_tokens: int = TILE_TOKENS) -> tuple[int, int]:
     """(pages of a tile, tiles of a full row)."""
     tile_pages = max(1, tile_tokens // page_tokens)
     return tile_pages, -(-max_pages // tile_pages)
@@ -425,22 +462,22 @@ def page_sums_constants(
     """What `kernels.page_sums` is compiled for."""
     return {
         "PAGE_TOKENS": page_tokens,
-        "TILE_PAGES": _tiles(1, page_tokens)[0],
+        "TILE_PAGES": tiles_of(1, page_tokens)[0],
         "TILE_QUERIES": _tile_queries(heads_per_kv_head, queries_per_row),
         "HEADS_PER_KV_HEAD": heads_per_kv_head,
-        "HEADS_PADDED": _power_of_two(heads_per_kv_head),
-        **_head_constants(head_size),
+        "HEADS_PADDED": power_of_two(heads_per_kv_head),
+        **head_constants(head_size),
         "HAS_SOFTCAP": has_softcap,
     }
 
 
-def _head_constants(head_size: int) -> dict[str, int]:
-    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(16, _power_of_two(head_size))}
+def head_constants(head_size: int) -> dict[str, int]:
+    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(16, power_of_two(head_size))}
 
 
 def _tile_queries(heads_per_kv_head: int, queries_per_row: int) -> int:
     """The small tile if it holds them, else the large one: each is a kernel of its own."""
-    heads = _power_of_two(heads_per_kv_head)
+    heads = power_of_two(heads_per_kv_head)
     tile_heads = MIN_TILE_HEADS if queries_per_row * heads <= MIN_TILE_HEADS else MAX_TILE_HEADS
     return max(1, tile_heads // heads)
 
@@ -454,7 +491,7 @@ def _scratch_per_query(
 ) -> int:
     if has_log_sum_exp:
         return num_kv_heads * max_pages
-    return num_heads * (max_pages + _tiles(max_pages, page_tokens)[1] + 1)
+    return num_heads * (max_pages + tiles_of(max_pages, page_tokens)[1] + 1)
 
 
 def _scratch_of(
@@ -473,5 +510,5 @@ def _scratch_of(
     return given, items
 
 
-def _split(scratch: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_scratch(scratch: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
     return scratch[:elements], scratch[elements:]

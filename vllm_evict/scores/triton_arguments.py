@@ -16,6 +16,15 @@ def validate_queries(
     visible_tokens: torch.Tensor,
     page_mass: torch.Tensor,
 ) -> None:
+    validate_query(query, key_cache)
+    num_observed = len(token)
+    validate_int32("token", token, num_observed)
+    validate_int32("row", row, num_observed)
+    validate_int32("visible_tokens", visible_tokens, num_observed)
+    validate_table(block_table, page_mass, num_observed, "page_mass")
+
+
+def validate_query(query: torch.Tensor, key_cache: torch.Tensor) -> None:
     validate_key_cache(key_cache)
     if query.dtype not in QUERY_DTYPES or key_cache.dtype not in (query.dtype, *FP8_DTYPES):
         raise ValueError(
@@ -30,11 +39,6 @@ def validate_queries(
         )
     if query.shape[1] % num_kv_heads:
         raise ValueError(f"page mass: {query.shape[1]} query heads are no multiple of {num_kv_heads} KV heads")
-    num_observed = len(token)
-    validate_int32("token", token, num_observed)
-    validate_int32("row", row, num_observed)
-    validate_int32("visible_tokens", visible_tokens, num_observed)
-    validate_table(block_table, page_mass, num_observed, "page_mass")
 
 
 def validate_options(

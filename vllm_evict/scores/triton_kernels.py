@@ -17,13 +17,15 @@ import triton
 import triton.language as tl
 
 #: Counts that change from call to call; specialising on them would compile the kernel again.
-_COUNTS = ["num_observed", "max_pages", "num_tiles", "tiles_per_program", "num_programs"]
+_COUNTS = ["num_observed", "max_pages", "num_tiles", "tiles_per_program", "num_programs", "num_splits"]
 _COUNTS += ["table_stride", "mass_stride", "lse_token_stride", "lse_head_stride"]
 #: Read or written element by element; slices of them start anywhere.
 _UNALIGNED = ["block_table", "token", "row", "visible_tokens", "page_mass", "log_sum_exp"]
+_UNALIGNED += ["split_peak", "split_total"]
 
 
-def _jit(function):
+def jit(function):
+    """`triton.jit`, compiled once however the arguments named above change."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(
         function,
@@ -32,7 +34,7 @@ def _jit(function):
     )
 
 
-@_jit
+@jit
 def page_sums(
     query,  # [num_tokens, num_heads, head_size]
     key_cache,  # [num_blocks, page_tokens, num_kv_heads, head_size]
@@ -160,7 +162,7 @@ def page_sums(
             )
 
 
-@_jit
+@jit
 def normalisers(
     sums,  # float32 [num_observed, num_heads, max_pages]
     peaks,  # float32 [num_observed, num_heads, num_tiles]
@@ -201,7 +203,7 @@ def normalisers(
     tl.store(normaliser + list_head, top + tl.log2(tl.sum(total, axis=0)))
 
 
-@_jit
+@jit
 def add_to_page_mass(
     sums,  # float32 [num_observed, num_heads, max_pages], per query head or (without normaliser) per KV head
     peaks,  # float32 [num_observed, num_heads, num_tiles]
@@ -245,7 +247,7 @@ def add_to_page_mass(
     tl.store(place, tl.load(place, mask=is_seen, other=0.0) + weight * mass, mask=is_seen)
 
 
-@_jit
+@jit
 def key_direction_sums(
     key_cache,  # [num_blocks, page_tokens, num_kv_heads, head_size]
     block_table,  # int32 [num_rows, max_pages]
@@ -306,7 +308,7 @@ def key_direction_sums(
     tl.store(program_directions + program * HEAD_SIZE + dim, total, mask=in_head)
 
 
-@_jit
+@jit
 def key_anchors(
     program_directions,  # float32 [num_rows, num_kv_heads, programs, head_size]
     enabled,  # int32 [1]; or None
@@ -333,7 +335,7 @@ def key_anchors(
     tl.store(anchors + row_head * HEAD_SIZE + dim, total / length, mask=in_head)
 
 
-@_jit
+@jit
 def add_to_key_difference(
     page_directions,  # float32 [num_rows, num_kv_heads, max_pages, head_size]
     anchors,  # float32 [num_rows, num_kv_heads, head_size]
@@ -376,7 +378,7 @@ def add_to_key_difference(
     tl.store(place, tl.load(place, mask=is_held, other=0.0) + difference, mask=is_held)
 
 
-@_jit
+@jit
 def gather_row(
     table,  # int32 [num_slots, max_pages]
     slots,  # int32 [num_rows]
