@@ -209,7 +209,7 @@ def _page_mass_pass(
 ) -> None:
     num_observed, num_heads, max_pages = len(token), query.shape[1], block_table.shape[1]
     page_tokens, num_kv_heads = key_cache.shape[1:3]
-    tile_pages, num_tiles = tiles_of(max_pages, page_tokens)
+    tile_pages, num_tiles = _tiles(max_pages, page_tokens)
     has_lse = log_sum_exp is not None
     sum_heads = num_kv_heads if has_lse else num_heads
     sums, rest = split_scratch(scratch, num_observed * sum_heads * max_pages)
@@ -308,7 +308,7 @@ def key_difference_scratch(
     *, num_rows: int, num_kv_heads: int, max_pages: int, page_tokens: int, head_size: int
 ) -> int:
     """Elements (float32) of scratch with which `add_key_difference` does `num_rows` rows in one pass."""
-    num_tiles = tiles_of(max_pages, page_tokens, KEY_TILE_TOKENS)[1]
+    num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)[1]
     return num_rows * num_kv_heads * head_size * (max_pages + -(-num_tiles // MAX_TILES_PER_PROGRAM) + 1)
 
 
@@ -348,7 +348,7 @@ def add_key_difference(
     )
     if num_rows == 0 or max_pages == 0:
         return
-    tile_pages, num_tiles = tiles_of(max_pages, page_tokens, KEY_TILE_TOKENS)
+    tile_pages, num_tiles = _tiles(max_pages, page_tokens, KEY_TILE_TOKENS)
     # Fixed, because it decides which sums are added up first.
     tiles_per_program = MAX_TILES_PER_PROGRAM
     programs = -(-num_tiles // tiles_per_program)
@@ -450,7 +450,7 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def tiles_of(max_pages: int, page_tokens: int, tile_tokens: int = TILE_TOKENS) -> tuple[int, int]:
+def _tiles(max_pages: int, page_tokens: int, tile_tokens: int = TILE_TOKENS) -> tuple[int, int]:
     """(pages of a tile, tiles of a full row)."""
     tile_pages = max(1, tile_tokens // page_tokens)
     return tile_pages, -(-max_pages // tile_pages)
@@ -462,7 +462,7 @@ def page_sums_constants(
     """What `kernels.page_sums` is compiled for."""
     return {
         "PAGE_TOKENS": page_tokens,
-        "TILE_PAGES": tiles_of(1, page_tokens)[0],
+        "TILE_PAGES": _tiles(1, page_tokens)[0],
         "TILE_QUERIES": _tile_queries(heads_per_kv_head, queries_per_row),
         "HEADS_PER_KV_HEAD": heads_per_kv_head,
         "HEADS_PADDED": power_of_two(heads_per_kv_head),
@@ -491,7 +491,7 @@ def _scratch_per_query(
 ) -> int:
     if has_log_sum_exp:
         return num_kv_heads * max_pages
-    return num_heads * (max_pages + tiles_of(max_pages, page_tokens)[1] + 1)
+    return num_heads * (max_pages + _tiles(max_pages, page_tokens)[1] + 1)
 
 
 def _scratch_of(

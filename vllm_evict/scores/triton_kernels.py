@@ -21,11 +21,11 @@ _COUNTS = ["num_observed", "max_pages", "num_tiles", "tiles_per_program", "num_p
 _COUNTS += ["table_stride", "mass_stride", "lse_token_stride", "lse_head_stride"]
 #: Read or written element by element; slices of them start anywhere.
 _UNALIGNED = ["block_table", "token", "row", "visible_tokens", "page_mass", "log_sum_exp"]
-_UNALIGNED += ["split_peak", "split_total"]
+_UNALIGNED += ["peaks", "normaliser", "split_peak", "split_total"]
 
 
 def jit(function):
-    """`triton.jit`, compiled once however the arguments named above change."""
+    """`triton.jit`, not compiled again when an argument named above changes."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(
         function,
