@@ -27,6 +27,7 @@ LIMITS = ("tests/engine/test_limits.py", "streaming and (unscheduled or minimum 
 CANARY = ("tests/engine/test_canary.py", "streaming")
 REBASE = ("tests/engine/test_rebase.py", "streaming and odd and not alone")
 REBASE_SHARED = ("tests/engine/test_rebase.py", "hit_is_copied or nobody_finds or branches")
+REPLAYED = ("tests/bookkeeping/test_runtime.py", "replayed_graph or batch_of_nobody")
 
 
 @dataclass(frozen=True)
@@ -344,6 +345,27 @@ def _trace_comes_late(patch: Patch) -> None:
     patch(EvictionTrace, "write", late)
 
 
+# ---- CUDA graphs ----
+
+
+def _graph_keeps_its_first_queries(patch: Patch) -> None:
+    from vllm_evict.engine.decode_mass import DecodeMass
+
+    observe = DecodeMass.observe
+
+    def into_a_new_tensor(self, *args):
+        self._visible_tokens = self._visible_tokens.clone()
+        return observe(self, *args)
+
+    patch(DecodeMass, "observe", into_a_new_tensor)
+
+
+def _graph_always_observes(patch: Patch) -> None:
+    from vllm_evict.engine.decode_mass import DecodeMass
+
+    patch(DecodeMass, "skip", lambda self: self._enabled.fill_(1))
+
+
 FAULTS = (
     Fault(
         "position off by one page",
@@ -427,4 +449,13 @@ FAULTS = (
         (REBASE_SHARED,),
     ),
     Fault("copies are empty", "a page is copied without what is in it", _copies_are_empty, (REBASE_SHARED,)),
+    Fault(
+        "graph keeps its first queries",
+        "queries to observe are put where no captured graph looks",
+        _graph_keeps_its_first_queries,
+        (REPLAYED,),
+    ),
+    Fault(
+        "graph always observes", "steps that observe nobody are scored", _graph_always_observes, (REPLAYED,)
+    ),
 )
