@@ -94,7 +94,7 @@ ATTENTION = (
         mentions=("seq_lens_cpu_upper_bound",),
     ),
     *_names("vllm.v1.attention.backend", "AttentionLayer AttentionBackend AttentionMetadataBuilder"),
-    Hook("vllm.v1.attention.backend", "AttentionCGSupport", has=("NEVER",)),
+    Hook("vllm.v1.attention.backend", "AttentionCGSupport", has=_words("NEVER UNIFORM_SINGLE_TOKEN_DECODE")),
     Hook(
         "vllm.v1.attention.backend",
         "CommonAttentionMetadata",
