@@ -455,7 +455,5 @@ FAULTS = (
         _graph_keeps_its_first_queries,
         (REPLAYED,),
     ),
-    Fault(
-        "graph always observes", "steps that observe nobody are scored", _graph_always_observes, (REPLAYED,)
-    ),
+    Fault("graph always observes", "steps that observe nobody are scored", _graph_always_observes, (REPLAYED,)),
 )

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="no Triton here")
 
 from vllm_evict.config import EvictionConfigError
 from vllm_evict.engine.attention import paged_gpu, triton_attn
+from vllm_evict.engine.mass_request import MassRequest, Stopwatch
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 4, 2, 16, 8
 PLAIN_STEP = dict(max_query_len=1, causal=True, mm_prefix_range_tensor=None, rswa_window=None)
@@ -22,14 +23,17 @@ def layer(**changes) -> triton_attn.EvictionTritonAttentionImpl:
     )
 
 
-def metadata(*, tokens: int = 3, rows: int = 3, is_plain: bool = True, **of_request) -> SimpleNamespace:
+def metadata(
+    *, tokens: int = 3, rows: int = 3, is_plain: bool = True, enabled: torch.Tensor | None = None
+) -> SimpleNamespace:
     int32 = dict(dtype=torch.int32)
-    request = SimpleNamespace(
+    request = MassRequest(
         observed=SimpleNamespace(row=torch.tensor([1], **int32), visible_tokens=torch.tensor([9], **int32)),
         block_table=torch.zeros(rows, 2, **int32),
         page_mass=torch.zeros(1, 2),
         layer_weight=0.5,
-        **of_request,
+        stopwatch=Stopwatch(),
+        enabled=enabled,
     )
     lengths = torch.ones(rows, **int32)
     return SimpleNamespace(num_actual_tokens=tokens, seq_lens=lengths, is_plain_decode=is_plain, mass_request=request)
