@@ -10,6 +10,7 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.models.tiny import tiny_swa
 from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError
@@ -24,6 +25,7 @@ from vllm_evict.engine.support import (
     check_layers,
     check_supported,
     check_vllm_version,
+    refused,
 )
 from vllm_evict.policies import POLICIES
 
@@ -32,6 +34,8 @@ H2O = EvictionConfig(policy="h2o")
 
 # What nothing is refused for. Paths and quiet values; that the paths are real is a test.
 QUIET = {
+    "device_config.device_type": "cpu",
+    "attention_config.backend": None,
     "kv_transfer_config": None,
     "speculative_config": None,
     "kv_events_config": None,
@@ -62,6 +66,10 @@ QUIET = {
     "parallel_config.distributed_executor_backend": "mp",
     "parallel_config.use_ubatching": False,
 }
+
+FUSED = {"additional_config": {"kv_eviction": {"score_kernel": "fused"}}}
+ON_GPU = {"device_config.device_type": "cuda"}
+TRITON = {"attention_config.backend": AttentionBackendEnum.TRITON_ATTN}
 
 # A word of the feature's name: what triggers it.
 TRIGGERS = [
@@ -128,7 +136,9 @@ TRIGGERS = [
         },
     ),
     ("compiled graphs", {"parallel_config.distributed_executor_backend": "ray"}),
-    ("score-kernel fused", {"additional_config": {"kv_eviction": {"score_kernel": "fused"}}}),
+    ("kernel of", FUSED | TRITON),
+    ("fused without a GPU", FUSED),
+    ("fused without --attention-backend", FUSED | ON_GPU),
     ("micro-batching", {"parallel_config.use_ubatching": True}),
     ("fast prefill", {"cache_config.kv_sharing_fast_prefill": True}),
     ("scheduler of your own", {"scheduler_config.scheduler_cls": "my.Scheduler"}),
@@ -147,7 +157,7 @@ HARMLESS = [
     {"parallel_config.distributed_executor_backend": "external_launcher"},
     {"parallel_config.pipeline_parallel_size": 2},
     {"additional_config": {"kv_eviction": {"score_kernel": "separate"}}},
-    {"additional_config": {"kv_eviction": {"score_kernel": "fused"}}},
+    FUSED | ON_GPU | TRITON,
 ]
 
 
@@ -230,8 +240,8 @@ def test_refused_naming_both_sides_and_the_way_out(word, changes):
 
 @pytest.mark.parametrize(("word", "changes"), TRIGGERS, ids=[word for word, _ in TRIGGERS])
 def test_alone_it_triggers_no_other_refusal(word, changes):
-    applying = [refusal.feature for refusal in REFUSALS if refusal.applies(fake(changes))]
-    assert applying == [refusal_of(word).feature]
+    config = EvictionConfig(policy=policy_refused_by(refusal_of(word)))
+    assert [refusal.feature for refusal in refused(fake(changes), config)] == [refusal_of(word).feature]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -239,11 +249,12 @@ def test_alone_it_triggers_no_other_refusal(word, changes):
 def test_which_policies_are_refused(policy, word, changes):
     """All of them, unless the refusal names its policies."""
     refusal = refusal_of(word)
-    if refusal.policies and policy not in refusal.policies:
-        check_supported(fake(changes), EvictionConfig(policy=policy))
-    else:
+    config = EvictionConfig(policy=policy)
+    is_refused = not refusal.policies or policy in refusal.policies
+    assert (refusal in refused(fake(changes), config)) == is_refused
+    if is_refused:
         with pytest.raises(EvictionConfigError, match=f"--kv-eviction {policy} does not work with"):
-            check_supported(fake(changes), EvictionConfig(policy=policy))
+            check_supported(fake(changes), config)
 
 
 def test_who_scores_is_refused_where_every_stage_decides():
@@ -390,6 +401,15 @@ def test_real_options_of_vllm_are_refused(engine_args, options, word):
     with pytest.raises(EvictionConfigError, match="does not work with") as error:
         args.create_engine_config()
     assert word in one_line(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_backend": "TRITON_ATTN"}], ids=["", "TRITON_ATTN"])
+def test_one_kernel_for_attention_and_scores_needs_a_gpu(engine_args, options):
+    """Said before anything is loaded; vLLM's CPU build ignores the backend asked for."""
+    args = engine_args({"policy": "h2o", "budget": 128, "score_kernel": "fused"}, **options)
+    with pytest.raises(EvictionConfigError, match="fused without a GPU") as error:
+        args.create_engine_config()
+    assert "use --kv-eviction-score-kernel separate" in one_line(error)
 
 
 def test_a_model_with_windows_needs_the_hybrid_manager(engine_args, tmp_path):
@@ -543,7 +563,7 @@ def test_one_kernel_for_attention_and_scores_is_triton_attn_s():
     with pytest.raises(EvictionConfigError) as error:
         check_layers([layer()], fused)
     line = one_line(error)
-    for words in ("--kv-eviction-score-kernel fused", "other than TRITON_ATTN", "--attention-backend TRITON_ATTN"):
+    for words in ("fused in a layer that TRITON_ATTN does not serve", "--kv-eviction-score-kernel separate"):
         assert words in line
     check_layers([layer()], H2O)
     check_layers([layer(builder=SimpleNamespace(reads_resident_pages=True, fuses_page_mass=True))], fused)

@@ -34,8 +34,9 @@ def use_backend(name: str) -> None:
     from vllm.v1.attention.backends import triton_attn
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_evict.engine import worker
+    from vllm_evict.engine import support, worker
 
+    support.has_gpu = lambda config: True
     # Few, large programs: vLLM would split a small batch 16 ways to fill a GPU.
     triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0
     register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum[name].get_path())

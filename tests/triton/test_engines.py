@@ -65,6 +65,8 @@ def scenario(folder: Path, runner: str, case: str) -> Scenario:
         "max_model_len": 512,
         "max_num_seqs": 4,
     }
+    if case == "h2o fused":
+        engine["attention_backend"] = "TRITON_ATTN"
     if short:
         run = {"prompts": SHORT_POOL, "max_tokens": 4 * P + 5, "num_logits": -1}
     elif rebase:

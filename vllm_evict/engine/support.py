@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.config import CONFIG_KEY, EvictionConfig, EvictionConfigError, flag_name
 from vllm_evict.policies import POLICIES
 
 TESTED_VLLM = ("0.32",)
 """Minor versions of vLLM whose internals were read and tested."""
+
+WATCH_ATTENTION = tuple(name for name, policy in POLICIES.items() if "attention" in policy.signals)
+"""Policies that look at what tokens attend to."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ def _has_switching_rotary(config: VllmConfig) -> bool:
     text_config = _text_config(config)
     parameters = getattr(text_config, "rope_parameters", None) or {}
     return parameters.get("rope_type") == "longrope" or hasattr(text_config, "dual_chunk_attention_config")
+
+
+def has_gpu(config: VllmConfig) -> bool:
+    """Whether vLLM computes on a GPU."""
+    return config.device_config.device_type != "cpu"
 
 
 def _setting(config: VllmConfig, field: str) -> object:
@@ -218,11 +227,29 @@ REFUSALS: tuple[Refusal, ...] = (
         "unset the variable, or use --distributed-executor-backend mp",
     ),
     Refusal(
-        f"{flag_name('score_kernel')} fused",
+        f"the kernel of {flag_name('score_kernel')} fused",
         lambda c: _setting(c, "score_kernel") == "fused",
         "it makes scores of attention, which this policy does not look at",
         f"use {flag_name('policy')} h2o or h2o-keydiff, or {flag_name('score_kernel')} separate",
-        policies=tuple(name for name, policy in POLICIES.items() if "attention" not in policy.signals),
+        policies=tuple(name for name in POLICIES if name not in WATCH_ATTENTION),
+    ),
+    Refusal(
+        f"{flag_name('score_kernel')} fused without a GPU",
+        lambda c: _setting(c, "score_kernel") == "fused" and not has_gpu(c),
+        "it takes the place of vLLM's Triton attention, which needs one",
+        f"use {flag_name('score_kernel')} separate",
+        policies=WATCH_ATTENTION,
+    ),
+    Refusal(
+        f"{flag_name('score_kernel')} fused without --attention-backend TRITON_ATTN",
+        lambda c: (
+            _setting(c, "score_kernel") == "fused"
+            and has_gpu(c)
+            and c.attention_config.backend is not AttentionBackendEnum.TRITON_ATTN
+        ),
+        "it takes the place of that backend's decode attention",
+        f"add it, or use {flag_name('score_kernel')} separate",
+        policies=WATCH_ATTENTION,
     ),
     Refusal(
         "micro-batching (--enable-dbo, --ubatch-size)",
@@ -270,14 +297,14 @@ LAYER_REFUSALS: tuple[Refusal, ...] = (
         lambda layer, config: getattr(layer.impl, "sinks", None) is not None,
         "what queries give to such a sink is missing from the attention that pages are scored by",
         "use --kv-eviction streaming",
-        policies=tuple(name for name, policy in POLICIES.items() if "attention" in policy.signals),
+        policies=WATCH_ATTENTION,
     ),
     Refusal(
-        f"{flag_name('score_kernel')} fused on an attention backend other than TRITON_ATTN",
+        f"{flag_name('score_kernel')} fused in a layer that TRITON_ATTN does not serve",
         lambda layer, config: config.score_kernel == "fused" and not _builder_has(layer, "fuses_page_mass"),
-        "the kernel takes the place of that backend's decode attention",
-        f"use --attention-backend TRITON_ATTN, or {flag_name('score_kernel')} separate",
-        policies=tuple(name for name, policy in POLICIES.items() if "attention" in policy.signals),
+        "it takes the place of that backend's decode attention",
+        f"use {flag_name('score_kernel')} separate",
+        policies=WATCH_ATTENTION,
     ),
 )
 """What a model's config does not tell; seen in its full-attention layers before the first token."""
