@@ -206,12 +206,12 @@ class EvictionConfig(BaseModel):
         least_tokens = max(least_tokens, self.sink + least_window)
         if budget_pages < sink_pages + num_pinned + 1 or tokens < self.sink + least_window:
             recent = "" if self.recent is None else f", {flag_name('recent')} {self.recent}"
+            instead = flag_name("sink") if self.recent is None else f"{flag_name('sink')} or {flag_name('recent')}"
             pins = f", the pinned spans {num_pinned}" if num_pinned else ""
             raise EvictionConfigError(
                 f"{flag_name(field)} {tokens} is too small for {flag_name('sink')} {self.sink}{recent}: with "
                 f"pages of {page_tokens} tokens the sinks take {sink_pages} page(s){pins}, and the page being written "
-                f"one more. Set {flag_name(field)} to at least {least_tokens}, or lower {flag_name('sink')} or "
-                f"{flag_name('recent')}."
+                f"one more. Set {flag_name(field)} to at least {least_tokens}, or lower {instead}."
             )
         # What fits in tokens fits: the window yields where rounding up, or pins, would burst the budget.
         room = budget_pages - sink_pages - num_pinned

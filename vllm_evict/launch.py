@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_evict.config import UNLIMITED
 from vllm_evict.embedded_model import MODEL_NAME, embedded_model_path
 
 # Room for about 46,000 tokens of the embedded model. vLLM's own default takes 92 % of the machine's
@@ -43,7 +44,7 @@ def serve_command(
     *,
     model: str | None = None,
     policy: str = "h2o",
-    budget_tokens: int | None = None,
+    budget_tokens: int | str | None = None,
     port: int = 8000,
     extra: Sequence[str] = (),
     cpu: bool | None = None,
@@ -53,7 +54,7 @@ def serve_command(
     Args:
         model: folder or name of the model; None takes the embedded one, preparing it if needed.
         policy: value of `--kv-eviction`.
-        budget_tokens: resident tokens per request; None leaves it to the plugin's default.
+        budget_tokens: resident tokens per request, or "unlimited"; None leaves it to the plugin's default.
         extra: further options of `vllm serve`, which override the defaults made here.
         cpu: whether to serve on the CPU; None looks at the installed vLLM.
     """
@@ -86,13 +87,19 @@ def serve_environment(*, extra: Sequence[str] = (), cpu: bool | None = None) -> 
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}
 
 
+def _budget(text: str) -> int | str:
+    if text != UNLIMITED and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of tokens, or {UNLIMITED}")
+    return text if text == UNLIMITED else int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "vllm-evict serve [--model MODEL] [--policy POLICY] [--budget TOKENS] [--port PORT] [-- OPTIONS OF vllm serve]"
     )
     parser.add_argument("--model", help="folder or name (default: the embedded model)")
     parser.add_argument("--policy", default="h2o", help="see --kv-eviction of `vllm serve`")
-    parser.add_argument("--budget", type=int, help="resident tokens per request")
+    parser.add_argument("--budget", type=_budget, metavar="TOKENS", help=f"resident per request, or {UNLIMITED}")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("extra", nargs="*", metavar="OPTION", help="options of `vllm serve`")
 

@@ -11,6 +11,8 @@ with greedy sampling:
     tight   h2o with a small budget: pages are evicted, every answer is complete, no page is held at the end; the scores
             behind the first eviction of an answer are the same with CUDA graphs on and off
 
+and TRITON_ATTN a fourth: tight with `--kv-eviction-score-kernel fused`, whose scores must be those of tight.
+
 A server takes about a minute to start, so all 16 combinations take about an hour. Ends with one line:
 `serve-check: ok` or `serve-check: FAILED`.
 """
@@ -110,6 +112,13 @@ def _faults(case: Case, model: str, folder: Path, scores: dict[tuple[str, str], 
         faults.append("an answer is not complete")
     if usage != 0:
         faults.append(f"{usage:.1%} of the pool is held when every request is done")
+    if case.backend == "TRITON_ATTN":
+        trace.unlink()
+        options = [*eviction, str(TIGHT_BUDGET_TOKENS), *every_token, "--kv-eviction-score-kernel", "fused"]
+        _answers(case, model, options, folder)
+        fused = _scores_of_last_prompt(trace)
+        if not same_scores(fused, found):
+            faults.append(f"attention scores {fused} with --kv-eviction-score-kernel fused, {found} without")
     return faults
 
 

@@ -72,7 +72,7 @@ def check_model(model: str, options: Sequence[str]) -> list[Finding]:
             settings = engine_args.additional_config[CONFIG_KEY]
             plain = _plain_config(engine_args)
     except (Exception, SystemExit) as error:  # whatever vLLM makes of it, the user gets to read it
-        return [Finding("vllm serve", False, f"would refuse this: {_gist(error)}")]
+        return [Finding("vllm serve", False, f"would refuse {model}: {_gist(error)}")]
     plain.additional_config = {**plain.additional_config, CONFIG_KEY: settings}
     findings = [_runner(plain), _backend(plain)]
     config = config_of(plain)
