@@ -139,6 +139,7 @@ TRIGGERS = [
     ("kernel of", FUSED | TRITON),
     ("fused without a GPU", FUSED),
     ("fused without --attention-backend", FUSED | ON_GPU),
+    ("batch-invariant", FUSED | ON_GPU | TRITON | {"variables": {"VLLM_BATCH_INVARIANT": "1"}}),
     ("micro-batching", {"parallel_config.use_ubatching": True}),
     ("fast prefill", {"cache_config.kv_sharing_fast_prefill": True}),
     ("scheduler of your own", {"scheduler_config.scheduler_cls": "my.Scheduler"}),
@@ -162,8 +163,11 @@ HARMLESS = [
 
 
 @pytest.fixture(autouse=True)
-def variables(monkeypatch):
+def variables(monkeypatch, request):
     """Without the first vLLM itself refuses a length beyond the model's, and we do not ask."""
+    changes = request.node.callspec.params.get("changes", {}) if hasattr(request.node, "callspec") else {}
+    for name, value in changes.get("variables", {}).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
 

@@ -153,6 +153,7 @@ class Run:
     trace: dict[str, list[TraceLine]] = field(default_factory=dict)
     rebases: dict[tuple[str, int], list[Rebase]] = field(default_factory=dict)
     kernel_calls: dict[str, int] = field(default_factory=dict)  # by name, where somebody counts them
+    captured_calls: dict[str, int] = field(default_factory=dict)  # of those, what CUDA graphs hold
     _references: dict[tuple[str, int], Reference] = field(default_factory=dict)
 
     def rows(self, name: str) -> list[Row]:
@@ -518,11 +519,11 @@ class Engine:
 
         self.watch_forward(get_forward_context().attn_metadata, kwargs["positions"])
 
-    def watch_forward(self, attn_metadata: Mapping[str, object] | None, positions: torch.Tensor) -> None:
-        """See what the model and the kernels are given, right before they run."""
+    def watch_forward(self, attn_metadata: Mapping[str, object] | None, positions: torch.Tensor) -> int:
+        """See what the model and the kernels are given, right before they run; of how many requests."""
         output = self._step.get("output")
         if output is None:
-            return
+            return 0
         metadata = self.read_metadata(attn_metadata[self._layer_names[0]])
         starts = metadata.query_start_loc.tolist()
         cached_starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -552,6 +553,7 @@ class Engine:
                 physical_tokens=physical_tokens,
             )
         self._step["rows"] = rows
+        return len(rows)
 
 
 def _table(blocks: Iterable) -> Table:

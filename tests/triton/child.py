@@ -62,11 +62,15 @@ def main(scenarios_path: str, runs_path: str) -> None:
             assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == scenario.asynchronous
             modules = [base.__module__ for base in type(engine.worker.model_runner).__mro__]
             assert any(name.startswith("vllm.v1.worker.gpu.") for name in modules) == (scenario.runner == "V2"), modules
+            if scenario.runner == "V2":
+                graphs.warm_up(engine)
+            calls.clear()
             captured = graphs.capture(engine) if scenario.graphs else {}
+            captured_calls = dict(calls)
             assert {graph.num_tokens for graph in captured} == set(scenario.graphs)
             calls.clear()
             run = engine.run(**scenario.run)
-            run.kernel_calls = dict(calls)
+            run.kernel_calls, run.captured_calls = dict(calls), captured_calls
             decoding = [s for s in run.steps if s.rows and {row.num_scheduled_tokens for row in s.rows.values()} == {1}]
             assert sum(graph.replays for graph in captured.values()) == (len(decoding) if captured else 0)
             runs.append(run)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,14 +124,31 @@ def capture(engine) -> dict:
                 get_forward_context().attn_metadata,
                 kwargs["positions"],
             )
-            graph.before_replay = lambda: engine.watch_forward(metadata, positions)
+            graph.before_replay = lambda: before_replay(metadata, positions)
             graphs.append(graph)
+
+    def before_replay(metadata, positions) -> None:
+        num_requests = engine.watch_forward(metadata, positions)
+        for layer_metadata in metadata.values():
+            assert not layer_metadata.seq_lens[num_requests:].any(), "rows of no request would be attended"
 
     hook = runner.model.register_forward_pre_hook(note, with_kwargs=True)
     captured = _capture_v2(runner) if hasattr(runner, "cudagraph_manager") else _capture_v1(runner)
     hook.remove()
     assert set(graphs) == set(captured.values())
     return captured
+
+
+def warm_up(engine) -> None:
+    """As a GPU's worker does before it captures with the V2 model runner: steps of requests that only vLLM knows."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+    def steps(worker) -> bool:
+        return run_mixed_prefill_decode_warmup(worker.model_runner, worker.execute_model, worker.sample_tokens, 5)
+
+    with mock.patch.object(CPUWorker, "compile_or_warm_up_model", steps):
+        assert engine.worker.compile_or_warm_up_model()
 
 
 def _capture_v2(runner) -> dict:

@@ -137,6 +137,13 @@ def test_replayed_graphs_change_nothing(runs, runner, policy):
     checks.same_answers(runs[runner, policy], runs[f"{runner}-graphs", policy])
 
 
+def test_graphs_hold_the_kernel_that_was_asked_for(runs):
+    """Called once before each capture, and once in it; a replay calls nothing."""
+    assert runs["V2-graphs", "h2o"].captured_calls.keys() == {"add_page_mass"}
+    assert runs["V2-graphs", "streaming"].captured_calls == {}
+    assert runs["V2-graphs", "h2o fused"].captured_calls.keys() == {"decode_with_page_mass"}
+
+
 @pytest.mark.parametrize("runner", [runner for runner, case in CASES if case == "short pool"])
 def test_the_short_pool_preempts(runs, runner):
     """Of a resumed request the V2 model runner hears as of a new one."""

@@ -241,6 +241,13 @@ REFUSALS: tuple[Refusal, ...] = (
         policies=WATCH_ATTENTION,
     ),
     Refusal(
+        f"{flag_name('score_kernel')} fused in batch-invariant mode (VLLM_BATCH_INVARIANT=1)",
+        lambda c: _setting(c, "score_kernel") == "fused" and envs.VLLM_BATCH_INVARIANT,
+        "it divides a request's keys by the size of the batch, so that sums are rounded differently",
+        f"use {flag_name('score_kernel')} separate",
+        policies=WATCH_ATTENTION,
+    ),
+    Refusal(
         f"{flag_name('score_kernel')} fused without --attention-backend TRITON_ATTN",
         lambda c: (
             _setting(c, "score_kernel") == "fused"

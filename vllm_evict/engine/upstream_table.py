@@ -142,7 +142,12 @@ XFORMERS = (
         "AttentionBackend",
         has=_words("forward_includes_kv_cache_update supported_dtypes supported_kv_cache_dtypes"),
     ),
-    Hook("vllm.v1.attention.backend", "AttentionMetadataBuilder", abstract=_words("__init__ build")),
+    Hook(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder",
+        abstract=_words("__init__ build"),
+        has=("supports_update_block_table",),
+    ),
     Hook("vllm.v1.attention.backend", "AttentionMetadataBuilder.build", overrides=_BUILD),
     Hook("vllm.v1.attention.backend", "AttentionImpl", abstract=_words("__init__ forward")),
     Hook("vllm.v1.attention.backend", "AttentionImpl.forward", overrides=_FORWARD),
@@ -366,6 +371,7 @@ WORKER = (
     ),
     Hook("vllm.v1.worker.gpu_worker", "Worker.get_kv_cache_spec", overrides=()),
     Hook("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", overrides=()),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", overrides=()),
     Hook("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", overrides=("kv_cache_config",)),
     Hook("vllm.v1.worker.gpu_worker", "Worker.execute_model", overrides=("scheduler_output",)),
     Hook("vllm.v1.worker.gpu_worker", "Worker.sample_tokens", overrides=("grammar_output",)),
@@ -477,7 +483,7 @@ CONFIG = (
     ),
     Hook("vllm.config", "CompilationConfig", has=("static_forward_context",)),
     Hook("vllm.platforms.interface", "Platform", has=_words("is_cpu get_device_name")),
-    *_names("vllm.envs", "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
+    *_names("vllm.envs", "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_BATCH_INVARIANT VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
 )
 
 READ = {

@@ -44,6 +44,7 @@ class EvictionWorkerMixin:
 
     eviction: EvictionRuntime
     stage_relay: StageRelay | None = None
+    _warms_up = False
 
     def load_model(self, **kwargs) -> None:
         with attention_backends(BACKENDS, self.vllm_config):
@@ -132,7 +133,17 @@ class EvictionWorkerMixin:
         # Kernels may read whole 128 tokens' worth of a row at once.
         return get_block_table_width(min(full_pages, num_blocks), page_tokens)
 
+    def compile_or_warm_up_model(self):
+        # vLLM takes steps of its own here, of requests that our scheduler never hears of.
+        self._warms_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._warms_up = False
+
     def execute_model(self, scheduler_output: SchedulerOutput):
+        if self._warms_up:
+            return super().execute_model(scheduler_output)
         self.eviction.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)
         if output is None and get_pp_group().is_last_rank:

@@ -217,9 +217,9 @@ def _page_mass_pass(
     factor = LOG2_E * (2 * scale / softcap if softcap else scale)
     if not isinstance(k_scale, torch.Tensor) and k_scale is not None:
         factor, k_scale = factor * k_scale, None
-    tiles_per_program = _tiles_per_program(num_observed * num_kv_heads, num_tiles)
+    programs = num_observed * num_kv_heads
 
-    kernels.page_sums[(num_observed, num_kv_heads, -(-num_tiles // tiles_per_program))](
+    kernels.page_sums[(num_observed, num_kv_heads, programs_per_row(programs, num_tiles))](
         query,
         key_cache,
         block_table,
@@ -236,7 +236,6 @@ def _page_mass_pass(
         num_observed,
         max_pages,
         num_tiles,
-        tiles_per_program,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         block_table.stride(0),
@@ -482,8 +481,9 @@ def _tile_queries(heads_per_kv_head: int, queries_per_row: int) -> int:
     return max(1, tile_heads // heads)
 
 
-def _tiles_per_program(programs: int, num_tiles: int) -> int:
-    return max(1, min(programs * num_tiles // FULL_GRID, MAX_TILES_PER_PROGRAM))
+def programs_per_row(programs: int, num_tiles: int, least_tiles: int = 1) -> int:
+    """Among how many programs each of `programs` rows and heads is divided, given the tiles of the longest row."""
+    return -(-num_tiles // max(least_tiles, min(programs * num_tiles // FULL_GRID, MAX_TILES_PER_PROGRAM)))
 
 
 def _scratch_per_query(

@@ -20,14 +20,13 @@ import torch
 from vllm_evict.scores import triton_decode_kernels as kernels
 from vllm_evict.scores.triton import (
     BLOCK_ROWS,
-    FULL_GRID,
     LOG2_E,
-    MAX_TILES_PER_PROGRAM,
     MIN_TILE_HEADS,
     TILE_TOKENS,
     finish_page_mass,
     head_constants,
     power_of_two,
+    programs_per_row,
     split_scratch,
 )
 from vllm_evict.scores.triton_arguments import (
@@ -66,7 +65,7 @@ def decode_scratch(
     """
     tile_pages = tile_pages_of(page_tokens, head_size, element_bytes)
     num_tiles = -(-max_pages // tile_pages)
-    num_splits = -(-num_tiles // _tiles_per_program(num_rows * num_kv_heads, num_tiles))
+    num_splits = programs_per_row(num_rows * num_kv_heads, num_tiles, MIN_TILES_PER_PROGRAM)
     return num_heads * (num_rows * num_splits * (head_size + 2) + num_observed * (max_pages + num_tiles + 1))
 
 
@@ -149,8 +148,7 @@ def decode_with_page_mass(
     )
     tile_pages = constants["TILE_PAGES"]
     num_tiles = -(-max_pages // tile_pages)
-    tiles_per_program = _tiles_per_program(num_rows * num_kv_heads, num_tiles)
-    num_splits = -(-num_tiles // tiles_per_program)
+    num_splits = programs_per_row(num_rows * num_kv_heads, num_tiles, MIN_TILES_PER_PROGRAM)
     parts = num_rows * num_heads * num_splits
     split_output, rest = split_scratch(scratch, parts * head_size)
     sums, rest = split_scratch(rest, num_observed * num_heads * max_pages)
@@ -177,7 +175,7 @@ def decode_with_page_mass(
         num_observed,
         max_pages,
         num_tiles,
-        tiles_per_program,
+        MIN_TILES_PER_PROGRAM,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
@@ -192,7 +190,7 @@ def decode_with_page_mass(
         output,
         max_pages,
         num_splits,
-        tiles_per_program,
+        MIN_TILES_PER_PROGRAM,
         *output.stride()[:2],
         PAGE_TOKENS=page_tokens,
         TILE_PAGES=tile_pages,
@@ -231,10 +229,6 @@ def tile_pages_of(page_tokens: int, head_size: int, element_bytes: int) -> int:
     """Pages of a tile."""
     token_bytes = head_constants(head_size)["HEAD_SIZE_PADDED"] * element_bytes
     return max(1, min(TILE_TOKENS, MAX_TILE_BYTES // token_bytes) // page_tokens)
-
-
-def _tiles_per_program(programs: int, num_tiles: int) -> int:
-    return max(MIN_TILES_PER_PROGRAM, min(programs * num_tiles // FULL_GRID, MAX_TILES_PER_PROGRAM))
 
 
 def _validate_cache(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:

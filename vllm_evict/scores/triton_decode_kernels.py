@@ -36,7 +36,7 @@ def attend_tiles(
     num_observed,
     max_pages,
     num_tiles,
-    tiles_per_program,
+    least_tiles,  # of a program, where there are that many
     query_token_stride,
     query_head_stride,
     key_block_stride,
@@ -60,8 +60,10 @@ def attend_tiles(
     my_row = tl.program_id(0)
     kv_head = tl.program_id(1)
     tokens = tl.minimum(tl.load(num_tokens + my_row), max_pages * PAGE_TOKENS)
-    first_tile = tl.program_id(2) * tiles_per_program
-    end_tile = tl.minimum(first_tile + tiles_per_program, tl.cdiv(tokens, TILE_TOKENS))
+    row_tiles = tl.cdiv(tokens, TILE_TOKENS)
+    tiles = tl.maximum(tl.cdiv(row_tiles, tl.num_programs(2)), least_tiles)
+    first_tile = tl.program_id(2) * tiles
+    end_tile = tl.minimum(first_tile + tiles, row_tiles)
     if first_tile >= end_tile:
         return
 
@@ -148,7 +150,7 @@ def join_splits(
     output,  # [num_rows, num_heads, head_size], written
     max_pages,
     num_splits,
-    tiles_per_program,
+    least_tiles,  # as in `attend_tiles`
     output_token_stride,
     output_head_stride,
     PAGE_TOKENS: tl.constexpr,
@@ -160,7 +162,8 @@ def join_splits(
     """The output of one query head; zeros for a row without tokens. Grid [row, head]."""
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.minimum(tl.load(num_tokens + row), max_pages * PAGE_TOKENS)
-    seen_splits = tl.cdiv(tl.cdiv(tokens, PAGE_TOKENS * TILE_PAGES), tiles_per_program)
+    row_tiles = tl.cdiv(tokens, PAGE_TOKENS * TILE_PAGES)
+    seen_splits = tl.cdiv(row_tiles, tl.maximum(tl.cdiv(row_tiles, num_splits), least_tiles))
     first_part = (row * tl.num_programs(1) + tl.program_id(1)) * num_splits
     index = tl.arange(0, BLOCK)
     dim = tl.arange(0, HEAD_SIZE_PADDED)

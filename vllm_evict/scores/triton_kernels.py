@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 #: Counts that change from call to call; specialising on them would compile the kernel again.
-_COUNTS = ["num_observed", "max_pages", "num_tiles", "tiles_per_program", "num_programs", "num_splits"]
+_COUNTS = ["num_observed", "max_pages", "num_tiles", "tiles_per_program", "least_tiles", "num_programs", "num_splits"]
 _COUNTS += ["table_stride", "mass_stride", "lse_token_stride", "lse_head_stride"]
 #: Read or written element by element; slices of them start anywhere.
 _UNALIGNED = ["block_table", "token", "row", "visible_tokens", "page_mass", "log_sum_exp"]
@@ -52,7 +52,6 @@ def page_sums(
     num_observed,
     max_pages,
     num_tiles,
-    tiles_per_program,
     query_token_stride,
     query_head_stride,
     key_block_stride,
@@ -94,8 +93,10 @@ def page_sums(
     num_queries = tl.min(tl.where(same_row, TILE_QUERIES, offset), axis=0)
     visible = tl.load(visible_tokens + first + offset, mask=offset < num_queries, other=0)
     most_visible = tl.minimum(tl.max(visible, axis=0), max_pages * PAGE_TOKENS)
-    first_tile = tl.program_id(2) * tiles_per_program
-    end_tile = tl.minimum(first_tile + tiles_per_program, tl.cdiv(most_visible, TILE_TOKENS))
+    # Dealt out one by one, so that all programs have work however wide the table is: a CUDA graph is captured for the
+    # widest.
+    first_tile = tl.program_id(2)
+    end_tile = tl.cdiv(most_visible, TILE_TOKENS)
     if first_tile >= end_tile:
         return
 
@@ -122,7 +123,7 @@ def page_sums(
     page_in_tile = tl.arange(0, TILE_PAGES)
     num_pages = tl.cdiv(most_visible, PAGE_TOKENS)
     table_row = block_table + my_row.to(tl.int64) * table_stride
-    for tile in range(first_tile, end_tile):
+    for tile in range(first_tile, end_tile, tl.num_programs(2)):
         position = tile * TILE_TOKENS + slot
         is_seen = position < most_visible
         block = tl.load(table_row + position // PAGE_TOKENS, mask=is_seen, other=0)

@@ -29,6 +29,8 @@ class ResidentPagesBuilderMixin:
     """
 
     reads_resident_pages = True
+    # vLLM would put its own table, with the pages that are gone, into metadata made for another group of layers.
+    supports_update_block_table = False
     # A graph would replay the queries that were observed when it was captured.
     graphs_while_observing = AttentionCGSupport.NEVER
     runtime: EvictionRuntime | None = None
