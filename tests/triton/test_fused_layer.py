@@ -106,6 +106,23 @@ def test_another_step_or_output_takes_two_kernels(calls):
     assert [name for name, _ in calls] == 3 * ["attention", "page mass"]
 
 
+def test_a_call_with_too_much_scratch_takes_two_kernels(calls, monkeypatch):
+    needed = triton_attn.decode_scratch(
+        num_rows=3,
+        num_observed=1,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        max_pages=2,
+        page_tokens=PAGE,
+        element_bytes=8,
+    )
+    for most in (4 * needed, 4 * needed - 1):
+        monkeypatch.setattr(triton_attn, "MAX_SCRATCH_BYTES", most)
+        forward(layer(), metadata())
+    assert [name for name, _ in calls] == ["one kernel", "attention", "page mass"]
+
+
 def test_a_step_that_is_not_scored_is_vllm_s(calls):
     attn_metadata = metadata()
     attn_metadata.mass_request = None

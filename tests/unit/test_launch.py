@@ -1,5 +1,6 @@
 """The command line of `make serve`, and the `vllm-evict` command."""
 
+import argparse
 import os
 
 import pytest
@@ -25,6 +26,18 @@ def test_command_on_cpu():
         *("--kv-eviction", "streaming", "--kv-eviction-budget", "1024"),
         *("--enforce-eager", "--kv-cache-memory-bytes", "2G"),
     ]
+
+
+@pytest.mark.parametrize(("text", "budget"), [("64", 64), ("unlimited", "unlimited")])
+def test_budgets(text, budget):
+    assert launch._budget(text) == budget
+    assert command(budget_tokens=budget)[8:10] == ["--kv-eviction-budget", text]
+
+
+@pytest.mark.parametrize("text", ["lots", "-5", "", "1.5"])
+def test_budgets_that_are_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="give a number of tokens, or unlimited"):
+        launch._budget(text)
 
 
 def test_command_on_gpu_leaves_the_defaults_to_vllm():

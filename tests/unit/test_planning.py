@@ -220,7 +220,7 @@ def test_sizes(text, size):
     assert byte_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "80 apples", "-1GiB", "80XiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "80 apples", "-1GiB", "80XiB", "80"])
 def test_sizes_that_are_none(text):
     with pytest.raises(argparse.ArgumentTypeError):
         byte_size(text)

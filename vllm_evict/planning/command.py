@@ -31,7 +31,7 @@ def byte_size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}: give a size such as 80GiB, 640MiB or 85899345920")
     number, unit, binary, byte = match.groups()
-    if not unit and float(number) < 2**20:
+    if not unit and not byte and float(number) < 1024:
         raise argparse.ArgumentTypeError(f"{text!r} is a number of bytes; give a size such as 80GiB or 640MiB")
     unit = unit.upper() + ("B" if unit and byte and not binary else "")
     return int(float(number) * _UNITS[unit])

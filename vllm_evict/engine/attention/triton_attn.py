@@ -19,7 +19,8 @@ from vllm_evict.engine.attention.paged_gpu import EvictingBackendMixin, PagedGPU
 from vllm_evict.engine.configure import config_of
 from vllm_evict.engine.mass_request import MassRequest
 from vllm_evict.engine.runtime import EvictionRuntime
-from vllm_evict.scores.triton_decode import MAX_PAGE_BYTES, decode_with_page_mass
+from vllm_evict.scores.triton import MAX_SCRATCH_BYTES
+from vllm_evict.scores.triton_decode import MAX_PAGE_BYTES, decode_scratch, decode_with_page_mass
 
 
 class EvictionTritonMetadataBuilder(PagedGPUBuilderMixin, TritonAttentionMetadataBuilder):
@@ -64,7 +65,8 @@ class EvictionTritonAttentionImpl(PageMassImplMixin, TritonAttentionImpl):
     ) -> torch.Tensor:
         request = getattr(attn_metadata, "mass_request", None)
         is_plain = self._is_plain and output_scale is None and output_block_scale is None
-        if request is not None and is_plain and attn_metadata.is_plain_decode:
+        is_plain = is_plain and request is not None and attn_metadata.is_plain_decode
+        if is_plain and self._has_room(request, kv_cache):
             self._decode(query, kv_cache, attn_metadata, request, output)
             return output
         return super().forward(
@@ -82,6 +84,21 @@ class EvictionTritonAttentionImpl(PageMassImplMixin, TritonAttentionImpl):
             and self.alibi_slopes is None
             and self.sinks is None
         )
+
+    def _has_room(self, request: MassRequest, kv_cache: torch.Tensor) -> bool:
+        """Whether the kernel's scratch is within what page mass by itself keeps to, by several passes if need be."""
+        num_rows, max_pages = request.block_table.shape
+        elements = decode_scratch(
+            num_rows=num_rows,
+            num_observed=len(request.page_mass),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            max_pages=max_pages,
+            page_tokens=kv_cache.shape[2],
+            element_bytes=kv_cache.element_size(),
+        )
+        return 4 * elements <= MAX_SCRATCH_BYTES
 
     def _decode(
         self,
