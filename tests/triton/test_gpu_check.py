@@ -1,5 +1,6 @@
 """deploy/gpu-check without a GPU."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -42,3 +43,23 @@ def test_the_combinations_to_serve():
     assert chosen == "FLASHINFER, V2 model runner, CUDA graphs off\n"
     assert "serve-check: ok" in run("serve_check.py", "--help").stdout
     assert run("serve_check.py").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "is_same"),
+    [
+        ([1.0, None, 0.2], True),
+        ([0.96, None, 0.24], True),  # 5 % of the highest
+        ([1.0, None, 0.26], False),
+        ([1.0, 0.0, 0.2], False),  # judged here, not there
+        ([1.0, None, None], False),
+        ([1.0, None], False),
+        ([], False),
+    ],
+)
+def test_scores_of_two_servers_are_the_same_up_to_rounding(found, is_same):
+    spec = importlib.util.spec_from_file_location("serve_check", FOLDER / "serve_check.py")
+    serve_check = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = serve_check  # its dataclass looks itself up
+    spec.loader.exec_module(serve_check)
+    assert serve_check.same_scores(found, [1.0, None, 0.2]) is is_same

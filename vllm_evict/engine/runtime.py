@@ -84,7 +84,8 @@ class EvictionRuntime:
 
     Between ``begin_step`` and ``end_step`` the metadata builders ask ``batch_rows``
     for resident pages and ``mass_request`` for what to observe; outside of a step
-    (profiling, warm-up, capture) both answer None and vLLM's own metadata stands. Keys are
+    (profiling, warm-up, capture, idle data-parallel ranks) they see the persistent tensors as they are, and
+    ``nobodys_mass`` observes nothing. Keys are
     looked at when the forward pass is over, and only of requests whose signals
     the scheduler wants: what a page's keys say does not depend on when it is asked.
 
